@@ -1,0 +1,1 @@
+"""Attention mechanisms behind one signature, and the one place that touches transformers' attention interface."""

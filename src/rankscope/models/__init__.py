@@ -1,0 +1,1 @@
+"""The Linformer model family."""

@@ -1,0 +1,1 @@
+"""Result files to pictures, one page and advice."""

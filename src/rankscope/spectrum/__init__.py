@@ -1,0 +1,1 @@
+"""The measurement: corpus and model to labelled spectra."""
