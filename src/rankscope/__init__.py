@@ -1,1 +1,32 @@
+"""rankscope measures how low-rank a transformer's attention is, says what that buys, and builds Linformers.
+
+Names below are imported when first used, so that ``import rankscope`` and ``rankscope --help`` stay light.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rankscope.spectrum.dataset import load as load
+    from rankscope.spectrum.measure import measure as measure
+
 __version__ = "0.1.0"
+
+_HOMES = {
+    "measure": "rankscope.spectrum.measure",
+    "load": "rankscope.spectrum.dataset",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rankscope' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,136 @@
+"""``rankscope measure``."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from rankscope._errors import RankscopeError
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def numbers(text: str | None, argument: str) -> list[int] | None:
+    """Read ``0,3-5`` as ``[0, 3, 4, 5]`` and ``all`` or nothing as ``None``.
+
+    Example:
+        >>> numbers("0,3-5", "layers"), numbers("all", "layers")
+        ([0, 3, 4, 5], None)
+    """
+    if text is None or text == "all":
+        return None
+    chosen: list[int] = []
+    for piece in text.split(","):
+        first, dash, last = piece.strip().partition("-")
+        try:
+            chosen += range(int(first), int(last if dash else first) + 1)
+        except ValueError:
+            raise RankscopeError(f"`{argument}` must be numbers such as 0,3-5 or all, got {text!r}") from None
+    return sorted(set(chosen))
+
+
+@app.command()
+def measure(
+    model: Annotated[str, typer.Argument(help="Hub id, folder, .gguf file, PEFT adapter's folder, or minilm.")],
+    corpus: Annotated[str, typer.Argument(help="pydoc, wiki103, imdb, or a .txt/.jsonl/.csv/.tsv/.parquet or folder.")],
+    out: Annotated[Path, typer.Option(help="Folder of the run; the same command resumes it.")],
+    n: Annotated[int, typer.Option(help="Tokens a window, special tokens included.")] = 512,
+    windows: Annotated[int, typer.Option(help="Windows at most.")] = 64,
+    half_width: Annotated[
+        float | None, typer.Option(help="Stop once every layer's 95 % interval at n/4 is this tight to each side.")
+    ] = None,
+    packing: Annotated[str, typer.Option(help="packed: windows of n tokens; sentence: one sentence each.")] = "packed",
+    column: Annotated[str | None, typer.Option(help="The text's column in a table.")] = None,
+    nulls: Annotated[str | None, typer.Option(help="all, none, or names with commas; default three.")] = None,
+    null_windows: Annotated[int, typer.Option(help="Nulls are measured on the first so many windows.")] = 16,
+    layers: Annotated[str | None, typer.Option(help="Attentions by number, as 0,3-5; default all.")] = None,
+    heads: Annotated[str | None, typer.Option(help="Heads by number, as 0,3-5; default all.")] = None,
+    method: Annotated[str, typer.Option(help="auto, svd, gram or gram32.")] = "auto",
+    tolerance: Annotated[float, typer.Option(help="Largest error of a nuclear fraction that auto may leave.")] = 1e-6,
+    workers: Annotated[int | None, typer.Option(help="Decompositions at a time; default the cores.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Windows a forward.")] = 1,
+    dtype: Annotated[str, typer.Option(help="The model's dtype: float32, bfloat16, float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of document order, nulls and fresh weights.")] = 0,
+) -> None:
+    """Measure how low-rank a model's attention is on a text, with its nulls beside it."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    chosen_layers, chosen_heads = numbers(layers, "layers"), numbers(heads, "heads")
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("windows"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(elapsed_when_finished=False),
+    )
+    with console.status("loading model and text"):
+        from rankscope.spectrum.measure import measure as run
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("windows", total=windows, rate="")
+
+        def progress(done: int, wanted: int) -> None:
+            speed = bar.tasks[task].speed
+            bar.update(task, completed=done, total=wanted, rate=f"{speed:.2f}/s" if speed else "")
+
+        dataset = run(
+            model,
+            corpus,
+            n=n,
+            windows=windows,
+            half_width=half_width,
+            packing=packing,
+            column=column,
+            nulls=nulls,
+            null_windows=null_windows,
+            layers=chosen_layers,
+            heads=chosen_heads,
+            method=method,
+            tolerance=tolerance,
+            workers=workers,
+            batch_size=batch_size,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+            out=out,
+            progress=progress,
+        )
+    print_result(dataset, out)
+
+
+def print_result(dataset: "xr.Dataset", out: Path) -> None:
+    """Print the layers' nuclear fraction at a quarter, with interval and nulls, and where the result is."""
+    import json
+
+    import numpy as np
+    from rich.table import Table
+
+    name = "nuclear_fraction_at_quarter"
+    console = Console()
+    relative = dataset.attrs["rank_relative_to"]
+    table = Table(title=f"Share of Σσ in the first quarter of singular values ({dataset.attrs['model']}, n = {relative})")
+    table.add_column("layer", justify="right")
+    table.add_column("attention")
+    for baseline in dataset.baseline.values:
+        table.add_column(str(baseline), justify="right")
+    table.add_column("heads min…max", justify="right")
+    values = dataset[name].mean("window")
+    for layer in dataset.layer.values:
+        row = values.sel(layer=layer)
+        heads = row.sel(baseline="trained").values
+        cells = [f"{float(np.nanmean(row.sel(baseline=b))):.3f}" for b in dataset.baseline.values]
+        spread = f"{np.nanmin(heads):.3f}…{np.nanmax(heads):.3f}"
+        table.add_row(str(layer), str(dataset.kind.sel(layer=layer).item()), *cells, spread)
+    console.print(table)
+    check = json.loads(dataset.attrs["self_check"])
+    left_out = json.loads(dataset.attrs["left_out"])
+    console.print(f"windows measured: {dataset.sizes['window']}, left out: {len(left_out)}")
+    console.print("self-check: " + ("passed" if check["passed"] else f"[red]FAILED[/red] {check.get('reasons')}"))
+    console.print(f"result: {out / 'spectrum.nc'}   picture and page: rankscope report {out}")

@@ -1,0 +1,259 @@
+"""From a model and a corpus to the labelled dataset, part by part."""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import xarray as xr
+from torch import nn
+
+from rankscope._errors import RankscopeError, did_you_mean
+from rankscope.corpora import open_corpus
+from rankscope.linalg.decompose import METHODS
+from rankscope.pretrained import load, max_positions
+from rankscope.spectrum.dataset import FILE_NAME, TRAINED, build, save
+from rankscope.spectrum.intervals import mean_interval
+from rankscope.spectrum.job import SENTENCE_GRID, Plan
+from rankscope.spectrum.nulls import NULLS, choose_nulls
+from rankscope.spectrum.parts import PART_WINDOWS, Part, RunFolder, gap
+from rankscope.spectrum.runner import Runner
+from rankscope.windows import Window, WindowCounter, packed_windows, sentence_windows
+
+PACKINGS = ("packed", "sentence")
+LEAST_WINDOWS_TO_STOP = 16
+LEFT_OUT_SHARE = 0.1
+STOPPING_SCALAR = "nuclear_fraction_at_quarter"
+
+
+def measure(
+    model: str | Path | nn.Module,
+    texts: str | Path | Iterable[str],
+    *,
+    n: int = 512,
+    windows: int = 64,
+    half_width: float | None = None,
+    packing: str = "packed",
+    column: str | None = None,
+    nulls: str | Sequence[str] | None = None,
+    null_windows: int = 16,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    method: str = "auto",
+    tolerance: float = 1e-6,
+    workers: int | None = None,
+    batch_size: int = 1,
+    dtype: str = "float32",
+    device: str = "cpu",
+    seed: int = 0,
+    tokenizer: object | None = None,
+    out: str | Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> xr.Dataset:
+    """Measure how low-rank a model's attention is on a text, with its nulls beside it.
+
+    For every window, layer and head the singular values of the context mapping matrix P are taken; curves are
+    kept as means over windows, scalars for each window.
+
+    Args:
+        model: A hub id, folder, ``.gguf`` file, PEFT adapter's folder, ``"minilm"``, or a model in memory (then
+            give its ``tokenizer``).
+        texts: ``"pydoc"``, ``"wiki103"``, ``"imdb"``, a path, or documents as strings.
+        n: Tokens a window, special tokens included.
+        windows: How many windows at most; a shorter corpus gives fewer.
+        half_width: Stop early, from 16 windows on, once every layer's 95 % interval of
+            ``nuclear_fraction_at_quarter`` (mean over heads) is at most this wide to each side.
+        packing: ``"packed"`` (windows of exactly n tokens, across documents) or ``"sentence"``.
+        column: The text's column in a table.
+        nulls: ``"all"``, ``"none"``, or names of :data:`rankscope.spectrum.nulls.NULLS`; default three.
+        null_windows: On how many of the first windows the nulls are measured.
+        layers: Which attentions, by number; default all.
+        heads: Which heads of each, by number; default all.
+        method: A method of :data:`rankscope.linalg.decompose.METHODS`, or ``"auto"``.
+        tolerance: Largest error of a nuclear fraction that ``auto`` may leave.
+        workers: Decompositions at a time; default the machine's cores.
+        batch_size: Windows in one forward.
+        dtype: The model's dtype; spectra are always taken in float32 or better.
+        device: ``"cpu"``, ``"cuda"`` or ``"auto"``.
+        seed: Of the documents' order, the nulls' draws and fresh weights.
+        tokenizer: For a model in memory.
+        out: A folder that keeps finished parts, so that the same call resumes; ``None`` keeps nothing.
+        progress: Called as ``progress(windows_done, windows_wanted)``.
+
+    Returns:
+        The dataset: dims ``baseline, layer, head, index, window``; also written to ``out/spectrum.nc``.
+
+    Raises:
+        RankscopeError: Any argument, file or model that can't serve; finished parts stay in ``out``.
+
+    References:
+        Wang et al. 2020, arXiv 2006.04768, Figure 1.
+
+    Example:
+        >>> import rankscope
+        >>> result = rankscope.measure("minilm", "pydoc", n=64, windows=2, nulls="none", layers=[0, 5])
+        >>> result.nuclear_fraction.dims, result.sizes["layer"], result.sizes["index"]
+        (('baseline', 'layer', 'head', 'index'), 2, 64)
+    """
+    check_choices(n=n, windows=windows, null_windows=null_windows, batch_size=batch_size, packing=packing)
+    if half_width is not None and not 0 < half_width < 1:
+        raise RankscopeError(f"`half_width` must lie between 0 and 1, got {half_width}")
+    if method != "auto":
+        METHODS[method]
+    workers = workers or os.cpu_count() or 1
+    chosen_nulls = choose_nulls(nulls)
+    pretrained = load(model, dtype=dtype, device=device, tokenizer=tokenizer)
+    limit = max_positions(pretrained.model)
+    if limit is not None and n > limit:
+        raise RankscopeError(f"`n` is {n}, but {pretrained.name!r} has {limit} positions: choose --n {limit} or less")
+    corpus = open_corpus(texts, column=column)
+    settings: dict[str, object] = {
+        "model": pretrained.name,
+        "revision": pretrained.revision,
+        "weights": pretrained.fingerprint,
+        "corpus": corpus.name,
+        "column": column,
+        "n": n,
+        "windows": windows,
+        "half_width": half_width,
+        "packing": packing,
+        "nulls": list(chosen_nulls),
+        "null_windows": null_windows,
+        "layers": None if layers is None else list(layers),
+        "heads": None if heads is None else list(heads),
+        "method": method,
+        "tolerance": tolerance,
+        "workers": workers,
+        "batch_size": batch_size,
+        "dtype": dtype,
+        "device": device,
+        "seed": seed,
+    }
+    counter = WindowCounter()
+    make = packed_windows if packing == "packed" else sentence_windows
+    stream = make(corpus, pretrained.tokenizer, n, limit=windows, seed=seed, counter=counter)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = RunFolder(Path(scratch if out is None else out))
+        first = next(stream)
+        folder.claim(settings)
+        plan = Plan(method, tolerance, seed, n if packing == "packed" else None)
+        with Runner(pretrained, chosen_nulls, null_windows, plan, layers, heads, workers, batch_size) as runner:
+            facts = runner.inspect(first)
+            done = run_parts(folder, runner, chain_first(first, stream), windows, half_width, progress)
+        attributes: dict[str, object] = {
+            "title": "Singular values of the context mapping matrix P",
+            **{name: settings[name] for name in ("model", "revision", "corpus", "n", "packing", "dtype", "seed")},
+            "source": pretrained.source,
+            "method": method,
+            "tolerance": tolerance,
+            "nulls_meaning": {name: NULLS[name].meaning for name in chosen_nulls},
+            "mask_policy": "padded rows and columns are cut out before the decomposition",
+            "special_tokens": "added as the tokenizer does for one sequence, counted towards n",
+            "rank_relative_to": "n" if packing == "packed" else "the sentence's own length",
+            "corpus_hash": counter.corpus_hash(),
+            "skipped_text": counter.skipped(),
+            "half_width": half_width,
+            "windows_wanted": windows,
+            **facts,
+        }
+        dataset = build(
+            folder.load_all(done),
+            runner.layers,
+            (TRAINED, *chosen_nulls),
+            np.arange(1, n + 1) if packing == "packed" else SENTENCE_GRID,
+            attributes,
+        )
+        if out is not None:
+            save(dataset, folder.path / FILE_NAME)
+    return dataset
+
+
+def check_choices(*, n: int, windows: int, null_windows: int, batch_size: int, packing: str) -> None:
+    """Refuse numbers and names that can't be meant."""
+    for name, value, least in (
+        ("n", n, 8),
+        ("windows", windows, 1),
+        ("null_windows", null_windows, 1),
+        ("batch_size", batch_size, 1),
+    ):
+        if value < least:
+            raise RankscopeError(f"`{name}` must be at least {least}, got {value}")
+    if packing not in PACKINGS:
+        raise RankscopeError(f"`packing` has no {packing!r}: {did_you_mean(packing, PACKINGS)}")
+
+
+def chain_first(first: Window, rest: Iterator[Window]) -> Iterator[Window]:
+    """Put a peeked window back in front of its stream."""
+    yield first
+    yield from rest
+
+
+def run_parts(
+    folder: RunFolder,
+    runner: Runner,
+    stream: Iterator[Window],
+    windows: int,
+    half_width: float | None,
+    progress: Callable[[int, int], None] | None,
+) -> int:
+    """Measure what the folder lacks, in order, and return how many windows the result covers."""
+    finished = folder.finished()
+    series: list[np.ndarray] = []
+    documents: list[int] = []
+    left_out: dict[int, str] = {}
+    done = 0
+    if progress:
+        progress(0, windows)
+    while cell := list(islice(stream, PART_WINDOWS)):
+        start, stop = cell[0].index, cell[-1].index + 1
+        missing = gap(start, stop, finished)
+        parts = [folder.load(a, b) for a, b in finished if start <= a and b <= stop]
+        for part in parts:
+            check_same_text(part, cell)
+        if missing is not None:
+            part = runner.measure_part([window for window in cell if window.index >= missing[0]])
+            folder.save(part)
+            parts.append(part)
+        for part in parts:
+            left_out |= part.left_out
+            if STOPPING_SCALAR in part.scalars.get(TRAINED, {}):
+                series.append(np.nanmean(part.scalars[TRAINED][STOPPING_SCALAR], axis=-1))
+                documents += [d for w, d in enumerate(part.documents, part.start) if w not in part.left_out]
+        done = stop
+        check_left_out(left_out, windows, done)
+        if progress:
+            progress(done, windows)
+        if half_width is not None and tight_enough(series, documents, half_width):
+            break
+    return done
+
+
+def tight_enough(series: list[np.ndarray], documents: list[int], half_width: float) -> bool:
+    """Whether every layer's interval is within ``half_width`` of its mean, from 16 windows on."""
+    if len(documents) < LEAST_WINDOWS_TO_STOP:
+        return False
+    mean, low, _ = mean_interval(np.concatenate(series), documents)
+    return bool(np.all(mean - low <= half_width))
+
+
+def check_same_text(part: Part, cell: list[Window]) -> None:
+    """Refuse to go on when the corpus no longer gives the windows a finished part was made of."""
+    for window in cell:
+        if part.start <= window.index < part.stop and part.hashes[window.index - part.start] != window.hash():
+            raise RankscopeError(
+                f"`out` holds parts of another text: window {window.index} of the corpus has changed since. "
+                "Restore the corpus, or use another --out"
+            )
+
+
+def check_left_out(left_out: dict[int, str], windows: int, done: int) -> None:
+    """Stop when more than a tenth of the windows gave no finite numbers, or all of them so far."""
+    if left_out and (len(left_out) > LEFT_OUT_SHARE * windows or len(left_out) == done):
+        window, why = next(iter(sorted(left_out.items())))
+        raise RankscopeError(
+            f"the model gives no finite attention in {len(left_out)} of {done} windows (first: window {window}, {why}); "
+            f"at most {LEFT_OUT_SHARE:.0%} may be left out: check the weights, or try --dtype float32"
+        )
+

@@ -1,0 +1,248 @@
+"""Windows through the model, heads to the pool, spectra into parts."""
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rankscope._errors import RankscopeError
+from rankscope.attention.interface import AttentionCall, find_route, run_captured, self_check
+from rankscope.linalg.workers import SpectrumPool
+from rankscope.pretrained import Pretrained, fresh
+from rankscope.spectrum.accumulate import Moments
+from rankscope.spectrum.dataset import TRAINED, LayerInfo
+from rankscope.spectrum.heads import heads_of
+from rankscope.spectrum.job import HeadSpectrum, Place, Plan, head_spectra
+from rankscope.spectrum.nulls import NULLS, generator_for
+from rankscope.spectrum.parts import Part
+from rankscope.windows import Window, random_token_window
+
+HeadResult = tuple[float, dict[str, HeadSpectrum]]
+
+
+class Runner:
+    """A model ready to be measured: its route, its layers, its nulls' models and the worker pool.
+
+    Args:
+        pretrained: Model and tokenizer.
+        nulls: Names of :data:`rankscope.spectrum.nulls.NULLS`.
+        null_windows: Nulls are measured on windows below this number.
+        plan: Numerics.
+        layers: Attentions to measure, by number, or ``None``.
+        heads: Heads to measure, by number, or ``None``.
+        workers: Decompositions at a time.
+        batch_size: Windows a forward.
+    """
+
+    def __init__(
+        self,
+        pretrained: Pretrained,
+        nulls: tuple[str, ...],
+        null_windows: int,
+        plan: Plan,
+        layers: Sequence[int] | None,
+        heads: Sequence[int] | None,
+        workers: int,
+        batch_size: int,
+    ) -> None:
+        self.pretrained = pretrained
+        self.nulls = nulls
+        self.null_windows = null_windows
+        self.plan = plan
+        self.batch_size = batch_size
+        self.chosen_layers = layers
+        self.chosen_heads = heads
+        self.layers: list[LayerInfo] = []
+        self.pool = SpectrumPool(workers)
+        self.untrained: nn.Module | None = None
+
+    def __enter__(self) -> "Runner":
+        self.pool.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.pool.__exit__(kind, error, trace)
+
+    def inspect(self, window: Window) -> dict[str, object]:
+        """Find out how the model is reached and what attentions it has, and run the self-check.
+
+        Returns:
+            Facts for the result's attributes.
+
+        Raises:
+            RankscopeError: The model can't be measured, or a chosen layer or head does not exist.
+        """
+        inputs, _ = self.inputs([window])
+        self.route = find_route(self.pretrained.model, inputs)
+        met: list[LayerInfo] = []
+
+        def note(call: AttentionCall) -> None:
+            shape = call.query.shape if call.weights is None else call.weights.shape
+            met.append(LayerInfo(call.module, call.call, call.kind, call.stack, call.reached, shape[1]))
+
+        run_captured(self.pretrained.model, inputs, note, route=self.route)
+        wanted = range(len(met)) if self.chosen_layers is None else self.chosen_layers
+        for name, numbers, count in (
+            ("layers", wanted, len(met)),
+            ("heads", self.chosen_heads or [], max((layer.heads for layer in met), default=0)),
+        ):
+            wrong = [number for number in numbers if not 0 <= number < count]
+            if wrong:
+                raise RankscopeError(f"`{name}` has {wrong}, but {self.pretrained.name!r} has 0 … {count - 1}")
+        self.position = {number: place for place, number in enumerate(sorted(set(wanted)))}
+        self.layers = [met[number] for number in self.position]
+        return {
+            "reached": sorted({layer.reached for layer in self.layers}),
+            "modules": [layer.module for layer in self.layers],
+            "model_layers": len(met),
+            "self_check": self_check(self.pretrained.model, inputs, self.route),
+        }
+
+    def inputs(self, windows: list[Window]) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+        """Batch windows: the model's inputs, and each row's real tokens (``None`` when all are)."""
+        longest = max(window.length for window in windows)
+        pad = self.pretrained.tokenizer.pad_token_id or 0
+        ids = torch.full((len(windows), longest), pad)
+        mask = torch.zeros_like(ids)
+        for row, window in enumerate(windows):
+            ids[row, : window.length] = torch.as_tensor(window.input_ids)
+            mask[row, : window.length] = 1
+        valid = [None if window.length == longest else mask[row].bool() for row, window in enumerate(windows)]
+        device = next(self.pretrained.model.parameters()).device
+        inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+        config = self.pretrained.model.config
+        if config.is_encoder_decoder:
+            # The decoder reads the same window one place to the right, as in teacher forcing.
+            start = config.decoder_start_token_id
+            inputs["decoder_input_ids"] = inputs["input_ids"].roll(1, dims=1)
+            inputs["decoder_input_ids"][:, 0] = pad if start is None else start
+            inputs["decoder_attention_mask"] = inputs["attention_mask"]
+        return inputs, valid
+
+    def measure_part(self, windows: list[Window]) -> Part:
+        """Measure a few windows and their nulls."""
+        with_nulls = [window for window in windows if window.index < self.null_windows]
+        found: dict[str, dict[int, list[list[dict[str, HeadSpectrum]]]]] = {}
+        left_out: dict[int, str] = {}
+        started = self.submit(self.pretrained.model, windows, lambda w: (TRAINED, *self.nulls_of("trained", w)), None)
+        deviations = self.collect(started, found, left_out)
+        for forward in ("untrained", "random_tokens"):
+            if with_nulls and self.nulls_of(forward, with_nulls[0]):
+                model, fed = self.null_forward(forward, with_nulls)
+                started = self.submit(model, fed, lambda w, forward=forward: self.nulls_of(forward, w), deviations)
+                self.collect(started, found, left_out)
+        return self.assemble(windows, found, left_out)
+
+    def nulls_of(self, forward: str, window: Window) -> tuple[str, ...]:
+        """The run's nulls that start from a forward and are wanted in this window."""
+        if window.index >= self.null_windows:
+            return ()
+        return tuple(name for name in self.nulls if NULLS[name].forward == forward)
+
+    def null_forward(self, forward: str, windows: list[Window]) -> tuple[nn.Module, list[Window]]:
+        """The model and the windows of a null's own forward."""
+        if forward == "untrained":
+            if self.untrained is None:
+                self.untrained = fresh(self.pretrained, seed=self.plan.seed)
+            return self.untrained, windows
+        tokenizer = self.pretrained.tokenizer
+        return self.pretrained.model, [
+            random_token_window(w, tokenizer, generator_for(self.plan.seed, forward, w.index, 0, 0)) for w in windows
+        ]
+
+    def submit(
+        self,
+        model: nn.Module,
+        windows: list[Window],
+        names: Callable[[Window], tuple[str, ...]],
+        deviations: dict[Place, float] | None,
+    ) -> list[tuple[Place, object]]:
+        """Run forwards and hand each head to the pool as its layer runs; the pool holds back the forward."""
+        started: list[tuple[Place, object]] = []
+        for at in range(0, len(windows), self.batch_size):
+            batch = windows[at : at + self.batch_size]
+            inputs, valid = self.inputs(batch)
+            layer = -1
+
+            def sink(call: AttentionCall, batch: list[Window] = batch, valid: list[Tensor | None] = valid) -> None:
+                nonlocal layer
+                layer += 1
+                if layer not in self.position:
+                    return
+                for row, window in enumerate(batch):
+                    taken = heads_of(call, row, valid[row], self.chosen_heads, fallback_width=self.head_width())
+                    for number, head in taken:
+                        place = Place(window.index, self.position[layer], number)
+                        known = None if deviations is None else deviations.get(place)
+                        job = self.pool.submit(head_spectra, head, place, names(window), self.plan, known)
+                        started.append((place, job))
+
+            run_captured(model, inputs, sink, route=self.route)
+        return started
+
+    def head_width(self) -> int:
+        """The head dimension by the model's configuration, for heads of which only weights are seen."""
+        config = self.pretrained.model.config
+        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    def collect(
+        self,
+        started: list[tuple[Place, object]],
+        found: dict[str, dict[int, list[list[dict[str, HeadSpectrum]]]]],
+        left_out: dict[int, str],
+    ) -> dict[Place, float]:
+        """Wait for the pool and sort results by baseline, window and layer; return the heads' deviations."""
+        deviations = {}
+        for place, job in started:
+            result = job.result()
+            if isinstance(result, str):
+                left_out.setdefault(place.window, result)
+                continue
+            deviations[place], spectra = result
+            for name, spectrum in spectra.items():
+                found.setdefault(name, {}).setdefault(place.window, {}).setdefault(place.layer, {})[place.head] = spectrum
+        return deviations
+
+    def assemble(self, windows: list[Window], found: dict, left_out: dict[int, str]) -> Part:
+        """Turn per-head results into the arrays of a part."""
+        heads = max(layer.heads for layer in self.layers)
+        scalars: dict[str, dict[str, np.ndarray]] = {}
+        curves: dict[str, dict[str, Moments]] = {}
+        notes: dict[str, float] = {}
+        measured: dict[str, list[int]] = {}
+        for baseline, by_window in found.items():
+            kept = sorted(window for window in by_window if window not in left_out)
+            measured[baseline] = kept
+            for at, window in enumerate(kept):
+                curve_sheets: dict[str, np.ndarray] = {}
+                for layer, by_head in by_window[window].items():
+                    for head, spectrum in by_head.items():
+                        for name, number in spectrum.scalars.items():
+                            sheet = scalars.setdefault(baseline, {}).setdefault(
+                                name, np.full((len(kept), len(self.layers), heads), np.nan)
+                            )
+                            sheet[at, layer, head] = number
+                        for name, curve in spectrum.curves.items():
+                            sheet = curve_sheets.setdefault(name, np.full((len(self.layers), heads, len(curve)), np.nan))
+                            sheet[layer, head] = curve
+                        for name, value in spectrum.notes.items():
+                            before = notes.get(name, 0.0)
+                            notes[name] = max(before, value) if name.endswith("_max") else before + value
+                for name, sheet in curve_sheets.items():
+                    known = curves.setdefault(baseline, {}).get(name, Moments())
+                    curves[baseline][name] = known.merge(Moments.of(sheet))
+        return Part(
+            start=windows[0].index,
+            stop=windows[-1].index + 1,
+            scalars=scalars,
+            curves=curves,
+            measured=measured,
+            documents=[window.document for window in windows],
+            hashes=[window.hash() for window in windows],
+            left_out=left_out,
+            notes=notes,
+        )
