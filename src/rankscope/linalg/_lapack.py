@@ -1,0 +1,148 @@
+"""LAPACK and BLAS by the C pointers that scipy exports, called without the interpreter's lock.
+
+scipy's Python wrappers hold the lock, so threads gain nothing from them. The same routines stand as C pointers in
+``scipy.linalg.cython_lapack`` and ``cython_blas`` (their ``__pyx_capi__`` is a public interface, meant for other
+compiled code), and a pointer called through ``ctypes`` lets other threads run. Where scipy does not export them
+(or exports other integer widths), :func:`load` returns ``None`` and the caller takes torch instead.
+
+Memory is handed over as torch tensors. A row-major matrix is its own transpose to Fortran, which for the symmetric
+matrices here only swaps the triangle: Fortran's lower triangle is the upper one in torch.
+"""
+
+import ctypes
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Columns that `sytrd` reduces at once. LAPACK's own choice is 32; 16 is as fast or faster at 128 to 1,024 rows.
+BLOCK = 16
+
+
+@cache
+def load(dtype: torch.dtype) -> "SymmetricSolver | None":
+    """Return the solver of one precision, or ``None`` where scipy does not export the pointers.
+
+    Example:
+        >>> load(torch.float16) is None
+        True
+    """
+    letter = {torch.float32: "s", torch.float64: "d"}.get(dtype)
+    if letter is None:
+        return None
+    try:
+        from scipy.linalg import cython_blas, cython_lapack
+
+        return SymmetricSolver(
+            dtype,
+            _pointer(cython_blas, f"{letter}syrk", arguments=10),
+            _pointer(cython_lapack, f"{letter}sytrd", arguments=10),
+            _pointer(cython_lapack, f"{letter}sterf", arguments=4),
+        )
+    except (ImportError, AttributeError, KeyError, TypeError):
+        return None
+
+
+def _pointer(module: Any, name: str, arguments: int) -> Any:
+    """Return one routine as a function that releases the lock; ``TypeError`` if its signature is another."""
+    capsule = module.__pyx_capi__[name]
+    get_name = ctypes.pythonapi.PyCapsule_GetName
+    get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    signature = get_name(capsule)
+    declared = re.sub(r"^void \(|\)$", "", signature.decode()).split(", ")
+    if len(declared) != arguments or declared[-1] not in ("int *", f"__pyx_t_{declared[-1][8:]}"):
+        raise TypeError(f"{name} has another signature: {signature.decode()}")
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * arguments)(get_pointer(capsule, signature))
+
+
+class _Threads:
+    """Holds the BLAS libraries' own threads at one while anybody is inside, and puts them back after.
+
+    The setting is the whole process's, so entries are counted: the first saves and sets it, the last restores it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._saved: list[tuple[Any, int]] = []
+        self._libraries: list[Any] | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside > 1:
+                return
+            if self._libraries is None:
+                from threadpoolctl import ThreadpoolController
+
+                self._libraries = ThreadpoolController().select(user_api="blas").lib_controllers
+            self._saved = [(library, library.get_num_threads()) for library in self._libraries]
+            for library, _ in self._saved:
+                library.set_num_threads(1)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                for library, threads in self._saved:
+                    library.set_num_threads(threads)
+
+
+_threads = _Threads()
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """Run BLAS and LAPACK on the calling thread only (torch has its own setting, one for each thread).
+
+    Two threads on one 512 x 512 matrix gain a quarter at best, and on a busy machine cost a hundredfold.
+    """
+    with _threads:
+        yield
+
+
+@dataclass(frozen=True)
+class SymmetricSolver:
+    """The three routines that take a matrix to the eigenvalues of its Gram matrix, in one precision."""
+
+    dtype: torch.dtype
+    _syrk: Any
+    _sytrd: Any
+    _sterf: Any
+
+    def gram(self, X: Tensor, out: Tensor) -> None:
+        """Write ``X.T @ X`` into Fortran's lower triangle of ``out``; the other triangle is left as it was."""
+        n, m = X.shape
+        one, zero = self._scalar(1.0), self._scalar(0.0)
+        order, inner = ctypes.byref(ctypes.c_int(m)), ctypes.byref(ctypes.c_int(n))
+        a, c = X.data_ptr(), out.data_ptr()
+        self._syrk(b"L", b"N", order, inner, one, a, order, zero, c, order)
+
+    def eigenvalues(self, gram: Tensor, scratch: Tensor) -> tuple[Tensor, bool]:
+        """Return the eigenvalues of Fortran's lower triangle, ascending, and whether the iteration converged.
+
+        ``gram`` is overwritten; ``scratch`` is ``(3 + BLOCK, m)`` and the result is a view of its first row.
+        The first coordinate is never mixed with the others by the reduction, so a large leading entry costs the
+        small eigenvalues nothing.
+        """
+        m = gram.shape[0]
+        diagonal, off_diagonal, factors, work = (row.data_ptr() for row in scratch[:4])
+        order, length, info = ctypes.byref(ctypes.c_int(m)), ctypes.c_int(BLOCK * m), ctypes.c_int(0)
+        result = ctypes.byref(info)
+        self._sytrd(
+            b"L", order, gram.data_ptr(), order, diagonal, off_diagonal, factors, work, ctypes.byref(length), result
+        )
+        if info.value == 0:
+            self._sterf(order, diagonal, off_diagonal, result)
+        return scratch[0], info.value == 0
+
+    def _scalar(self, value: float) -> Any:
+        return ctypes.byref(ctypes.c_double(value) if self.dtype == torch.float64 else ctypes.c_float(value))
