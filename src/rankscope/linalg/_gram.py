@@ -41,8 +41,8 @@ def run_gram(P: Tensor) -> Spectra:
     solver = _lapack.load(torch.float64) if P.device.type == "cpu" else None
     tall = P if P.shape[-2] >= P.shape[-1] else P.mT
     if solver is None:
-        tall = tall.double()
-        return _from_gram(tall.mT @ tall, _squared_norm(P))
+        wide = tall.double().mT
+        return _from_gram(wide @ wide.mT, _squared_norm(P))
     return _each(tall, solver, _copy_into)
 
 
@@ -59,9 +59,9 @@ def run_gram32(P: Tensor) -> Spectra:
     errors shrink by 2 to 2.6 on real heads. A matrix with fewer rows than columns is transposed first.
     """
     solver = _lapack.load(torch.float32) if P.device.type == "cpu" else None
-    tall = (P if P.shape[-2] >= P.shape[-1] else P.mT).float()
+    tall = P if P.shape[-2] >= P.shape[-1] else P.mT
     if solver is None:
-        centred, corner = _centre(tall)
+        centred, corner = _centre(tall.float())
         gram = centred.mT @ centred
         gram[..., 0, 0] += corner
         return _from_gram(gram, _squared_norm(P))
@@ -85,8 +85,14 @@ class _Workspace:
 _local = threading.local()
 
 
+# Buffers above this many entries (32 MiB in float64) are not kept: there the arithmetic dwarfs the page faults.
+KEPT_ENTRIES = 2**22
+
+
 def _workspace(n: int, m: int, dtype: torch.dtype) -> _Workspace:
     """Return this thread's buffers, made anew when the size changes (one size at a time is kept)."""
+    if n * m > KEPT_ENTRIES:
+        return _Workspace(n, m, dtype)
     cached: dict[torch.dtype, _Workspace] = _local.__dict__.setdefault("cached", {})
     if dtype not in cached or cached[dtype].X.shape != (n, m):
         cached[dtype] = _Workspace(n, m, dtype)
@@ -102,22 +108,27 @@ def _each(
     """
     count, n, m = matrices.shape
     work = _workspace(n, m, solver.dtype)
-    sigma = torch.full((count, m), torch.nan, dtype=torch.float64)
+    eigenvalues = torch.full((count, m), torch.nan, dtype=solver.dtype)
     squared_norm, gram_squared = torch.full((2, count), torch.nan, dtype=torch.float64)
-    flat, diagonal = work.gram.view(-1), work.gram.diagonal()
+    flat, diagonal, corner = work.gram.view(-1), work.gram.diagonal(), work.gram[0, :1]
     with _lapack.single_threaded():
         for i, P in enumerate(matrices):
-            squared, corner = fill(P, work)
+            squared, addend = fill(P, work)
             if not isfinite(squared):
                 continue
             solver.gram(work.X, work.gram)
-            work.gram[0, 0] += corner
+            corner += addend
             squared_norm[i] = squared
             gram_squared[i] = 2 * float(torch.dot(flat, flat)) - float(torch.dot(diagonal, diagonal))
-            eigenvalues, converged = solver.eigenvalues(work.gram, work.scratch)
+            found, converged = solver.eigenvalues(work.gram, work.scratch)
             if converged:
-                sigma[i] = eigenvalues.double().flip(0).clamp_(min=0).sqrt_()
-    return Spectra(sigma, squared_norm, gram_squared)
+                eigenvalues[i] = found
+    return Spectra(_roots(eigenvalues), squared_norm, gram_squared)
+
+
+def _roots(eigenvalues: Tensor) -> Tensor:
+    """Turn ascending eigenvalues of Gram matrices into descending singular values; rounding's negatives are zeros."""
+    return eigenvalues.double().flip(-1).clamp(min=0).sqrt()
 
 
 def _copy_into(P: Tensor, work: _Workspace) -> tuple[float, float]:
@@ -141,23 +152,24 @@ def _centre(P: Tensor) -> tuple[Tensor, Tensor]:
 
 def _centre_into(P: Tensor, work: _Workspace) -> tuple[float, float]:
     """Write :func:`_centre` of one matrix in one pass: both corrections are of rank one."""
-    n = P.shape[0]
-    mean = torch.mv(P.mT, P.new_full((n,), 1 / n))
+    # All arithmetic is on the buffer, never on P: the last bits must not depend on where in a batch P lies.
+    X = work.X.copy_(P)
+    n, flat = len(X), X.view(-1)
+    squared = float(torch.dot(flat, flat))
+    mean = torch.mv(X.mT, X.new_full((n,), 1 / n))
     length = float(torch.linalg.vector_norm(mean))
     axis = mean.clone()
     axis[0] += length if axis[0] >= 0 else -length
     axis *= (2 / float(torch.dot(axis, axis))) ** 0.5 if length > 0 else 0.0
-    along = torch.mv(P, axis) - torch.dot(mean, axis)
-    left = torch.stack([torch.ones_like(along), along], 1)
-    torch.addmm(P, left, torch.stack([mean, axis]), alpha=-1, out=work.X)
-    flat = P.reshape(-1)
-    return float(torch.dot(flat, flat)), n * length**2
+    along = torch.mv(X, axis) - torch.dot(mean, axis)
+    X.addmm_(torch.stack([torch.ones_like(along), along], 1), torch.stack([mean, axis]), alpha=-1)
+    return squared, n * length**2
 
 
 def _from_gram(gram: Tensor, squared_norm: Tensor) -> Spectra:
     """Take a batch of Gram matrices to singular values with torch alone."""
     gram_squared = torch.linalg.vector_norm(gram, dim=(-2, -1), dtype=torch.float64).square()
-    return Spectra(_by_ones(torch.linalg.eigvalsh, gram).flip(-1).clamp(min=0).sqrt(), squared_norm, gram_squared)
+    return Spectra(_roots(_by_ones(torch.linalg.eigvalsh, gram)), squared_norm, gram_squared)
 
 
 def _by_ones(solve: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
