@@ -35,8 +35,9 @@ from rankscope.models.projections import LinformerProjections, Projection, Proje
 
 FORMS = ("textbook", "folded", "absorbed")
 
-# Query rows a block holds, over the batch: 2 blocks of 1024 × 512 floats and their scores stay in cache.
+# Query rows a block holds, over the batch, and from how many blocks on their saving is worth the cut.
 BLOCK_ROWS = 1024
+MIN_BLOCKS = 8
 # What one entry of a written-out softmax costs, in multiplications of a matrix product.
 SOFTMAX_COST = 40
 
@@ -159,18 +160,18 @@ def choose_plan(
     form = min(cost, key=cost.__getitem__)
     counted = ", ".join(f"{name} {count / 1e6:.4g}" for name, count in cost.items())
     why = f"fewest multiplications (millions a row: {counted})"
-    rows = max(BLOCK_ROWS // batch, 64)
-    if grad or symbolic or form == "textbook" or n < 2 * rows:
+    rows = max(BLOCK_ROWS // batch, 128)
+    if grad or symbolic or form == "textbook" or n < MIN_BLOCKS * rows:
         return Plan(form, None, why)
     return Plan(form, rows, why + "; without gradients, query rows in blocks keep memory at the output")
 
 
-def _split(x: Tensor, num_heads: int) -> Tensor:
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """``(b, n, h · head_dim)`` to ``(b, h, n, head_dim)``."""
     return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
-def _merge(x: Tensor) -> Tensor:
+def merge_heads(x: Tensor) -> Tensor:
     """``(b, h, n, head_dim)`` to ``(b, n, h · head_dim)``."""
     return x.transpose(1, 2).flatten(2)
 
@@ -181,8 +182,8 @@ def _textbook_side(
     """Project, then compress; the bias a padded token got is dropped before it meets the projection."""
     tokens = drop_absent(linear(x), layout)
     if projection.heads is None:
-        return _split(projection.compress(operator, tokens[:, None], layout).squeeze(1), num_heads)
-    return projection.compress(operator, _split(tokens, num_heads), layout)
+        return split_heads(projection.compress(operator, tokens[:, None], layout).squeeze(1), num_heads)
+    return projection.compress(operator, split_heads(tokens, num_heads), layout)
 
 
 def _folded_side(
@@ -199,7 +200,7 @@ def _folded_side(
         tokens = nn.functional.linear(compressed.squeeze(1), linear.weight)
         if ones is not None:
             tokens = torch.addcmul(tokens, ones.squeeze(1), linear.bias)
-        return _split(tokens, num_heads)
+        return split_heads(tokens, num_heads)
     heads = compressed @ linear.weight.unflatten(0, (num_heads, -1)).mT
     if ones is not None:
         heads = torch.addcmul(heads, ones, linear.bias.view(1, num_heads, 1, -1))
@@ -324,8 +325,8 @@ def attend(
     def rows(part: Tensor) -> Tensor:
         if wide is not None:
             return _absorbed_rows(part, wide, weights.output, absent, num_heads, dropout)
-        queries = _split(weights.query(part), num_heads)
-        return weights.output(_merge(compressed_attention(queries, keys, values, absent, scaling, dropout)))
+        queries = split_heads(weights.query(part), num_heads)
+        return weights.output(merge_heads(compressed_attention(queries, keys, values, absent, scaling, dropout)))
 
     if plan.rows is None or plan.rows >= n:
         output = rows(hidden)
