@@ -20,8 +20,8 @@ def paint(name: str) -> str:
 
 
 def grid_of(figure: Figure) -> tuple[int, int]:
-    """Return how many rows and columns the panels take: three abreast at most."""
-    columns = max(1, min(3, len(figure.panels)))
+    """Return how many rows and columns the panels take: three abreast at most, four of them two by two."""
+    columns = 2 if len(figure.panels) == 4 else max(1, min(3, len(figure.panels)))
     return max(1, ceil(len(figure.panels) / columns)), columns
 
 

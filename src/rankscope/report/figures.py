@@ -23,10 +23,11 @@ from rankscope.report.description import (
 from rankscope.report.drawing import BACKENDS
 from rankscope.report.palette import DASHES, layer_color, null_number, set_color
 from rankscope.report.statistics import difference, estimate
+from rankscope.report.summary import trend
 
 MOST_PANELS = 24
 MOST_LISTED = 12
-MOST_CELLS = 8000
+MOST_CELLS = 13000
 MOST_DOTS = 1500
 MARKERS = ("square", "diamond", "triangle", "circle")
 WHOLE_AXIS: Ticks = ((0.0, "0"), (0.2, "0.2"), (0.4, "0.4"), (0.6, "0.6"), (0.8, "0.8"), (1.0, "1"))
@@ -56,11 +57,12 @@ def layer_curves(ds: xr.Dataset, backend: str = "matplotlib") -> Any:
     reading.check(ds)
     panels = []
     for kind, layers in reading.kinds(ds).items():
-        marks: list[Mark] = []
-        for name in reading.nulls(ds):
-            marks += null_band(ds, name, layers)
+        # The nulls' lines come last: many layers would bury them.
+        noise = [mark for name in reading.nulls(ds) for mark in null_band(ds, name, layers)]
+        marks: list[Mark] = [mark for mark in noise if isinstance(mark, Band)]
         for position, layer in enumerate(layers):
             marks += layer_line(ds, layer, position, len(layers))
+        marks += [mark for mark in noise if isinstance(mark, Line)]
         panels.append(curve_panel(ds, kind_title(ds, kind), marks))
     figure = Figure(
         name="layer-curves",
@@ -179,6 +181,7 @@ def depth_trend(ds: xr.Dataset, backend: str = "matplotlib") -> Any:
         ),
         alt="Share held at a quarter of the singular values by layer, trained and nulls, with intervals.",
         panels=tuple(panels),
+        notes=tuple(words for kind, layers in reading.kinds(ds).items() for words in trend(ds, kind, layers)),
     )
     return draw(figure)
 

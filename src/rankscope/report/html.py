@@ -122,8 +122,8 @@ def page_of(
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
     sections = [
-        *measured(datasets, names),
         *said(datasets, names),
+        *measured(datasets, names),
         *([section("Side by side", [comparison_table(datasets, names), picture(comparison)])] if comparison else []),
         *explained(datasets),
         *(topic([own[i] for own in drawn], names) for i in range(len(PICTURES))),
@@ -148,6 +148,18 @@ def page_of(
         "squares.</p></footer>"
         f"<script>{script}</script></body></html>\n"
     )
+
+
+def prose(words: str) -> str:
+    r"""Return text escaped, a number and its sign kept on one line.
+
+    Example:
+        >>> prose("82 % <b>")
+        '82\xa0% &lt;b&gt;'
+    """
+    for loose in (" %", "ρ = ", "p = ", "p < ", "n = "):
+        words = words.replace(loose, loose.replace(" ", "\u00a0"))
+    return escape(words)
 
 
 def asset(name: str) -> str:
@@ -218,7 +230,7 @@ def said(datasets: list[xr.Dataset], names: list[str]) -> Iterator[str]:
     """Yield the summary in plain words."""
     blocks = []
     for ds, name in zip(datasets, names, strict=True):
-        lines = "".join(f"<li>{escape(sentence)}</li>" for sentence in summary.statements(ds))
+        lines = "".join(f"<li>{prose(sentence)}</li>" for sentence in summary.statements(ds))
         heading = f"<h3>{escape(name)}</h3>" if len(names) > 1 else ""
         blocks.append(f'{heading}<ul class="says">{lines}</ul>')
     cards = "".join(f'<div class="card">{block}</div>' for block in blocks)
@@ -266,7 +278,7 @@ def topic(pictures: list[Figure], names: list[str]) -> str:
 
 def picture(figure: Figure) -> str:
     """Return a picture with its legend and how to read it; many panels fold away."""
-    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in figure.notes)
+    notes = "".join(f'<p class="note">{prose(note)}</p>' for note in figure.notes)
     if not figure.panels:
         return notes
     drawn = []
@@ -275,11 +287,11 @@ def picture(figure: Figure) -> str:
         alt = f"{figure.alt} {panel.title}".strip()
         drawn.append(f'<div class="panel">{heading}{draw(panel, alt)}</div>')
     size = "one" if len(drawn) == 1 else "small" if figure.name == "layer-panels" else "many"
-    body = f'<div class="panels {size}">{"".join(drawn)}</div>{draw_legend(figure)}'
-    caption = f"<figcaption><p>{escape(figure.reading)}</p>{notes}</figcaption>"
+    body = f'<div class="panels {size}">{"".join(drawn)}</div>'
+    caption = f"<figcaption>{draw_legend(figure)}<p>{prose(figure.reading)}</p>{notes}</figcaption>"
     many = len(drawn) > 6 and not isinstance(figure.panels[0].marks[0], Cells)
     folded = f"<details><summary>Show {len(drawn)} pictures</summary>{body}</details>" if many else body
-    return f"<figure>{folded}{caption}</figure>"
+    return f'<figure class="{size}">{folded}{caption}</figure>'
 
 
 def comparison_table(datasets: list[xr.Dataset], names: list[str]) -> str:
@@ -303,9 +315,8 @@ def comparison_table(datasets: list[xr.Dataset], names: list[str]) -> str:
                 f'<tr{mark}><td class="t">{escape(summary.plain(baseline))}</td><td class="t">{label}</td>{cells}</tr>'
             )
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    return scrolling(
-        f'<thead><tr><th class="t">baseline</th><th class="t"></th>{head}</tr></thead><tbody>{body}</tbody>'
-    )
+    top = f'<tr><th class="t">baseline</th><th class="t">quantity</th>{head}</tr>'
+    return scrolling(f"<thead>{top}</thead><tbody>{body}</tbody>", "Results side by side", whole=True)
 
 
 def headline(ds: xr.Dataset, scalar: str, baseline: str, write: Callable[[float], str]) -> str:
@@ -321,9 +332,12 @@ def rank_words(ds: xr.Dataset) -> Callable[[float], str]:
     return lambda value: f"{value:.0f} of {reading.total(ds)}"
 
 
-def scrolling(rows: str, label: str = "Table") -> str:
-    """Return a table in a box of its own that scrolls, so that the page never does."""
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table>{rows}</table></div>'
+def scrolling(rows: str, label: str, *, whole: bool = False) -> str:
+    """Return a table in a box that scrolls sideways, so that the page never does; and down unless ``whole``."""
+    tall = " whole" if whole else ""
+    return (
+        f'<div class="scroll{tall}" tabindex="0" role="region" aria-label="{escape(label)}"><table>{rows}</table></div>'
+    )
 
 
 def numbers(ds: xr.Dataset, name: str, rows: list[table.Row], *, many: bool) -> str:
@@ -388,7 +402,9 @@ def trust(ds: xr.Dataset, name: str) -> str:
         for key, value in [*outcome, *caveats]
         if value
     )
-    return f"<h3>{escape(name)}</h3>{scrolling(f'<tbody>{lines}</tbody>', f'Self-check and caveats, {name}')}"
+    return (
+        f"<h3>{escape(name)}</h3>{scrolling(f'<tbody>{lines}</tbody>', f'Self-check and caveats, {name}', whole=True)}"
+    )
 
 
 def reached(ds: xr.Dataset) -> str:

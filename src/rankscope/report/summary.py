@@ -74,22 +74,18 @@ def against(ds: xr.Dataset, name: str) -> str:
         return ""
     values = reading.matched(values, others)
     gap = difference(values, others, reading.documents(ds, values))
-    null = f"the null “{plain(name)}”"
+    start = f"Against the null “{plain(name)}”"
+    side = "more" if gap.value > 0 else "less"
     if not gap.has_interval:
-        side = "more" if gap.value > 0 else "less"
-        return f"That is {points(abs(gap.value))} {side} than in {null}, without an interval (see below)."
+        return f"{start}: {points(abs(gap.value))} {side}, without an interval (see below)."
     signs = [verdict.sign for verdict in verdicts(ds, name, QUARTER)]
-    count = counted(len(signs), "layer")
-    layers = f"layer by layer it is above in {signs.count(1)}, below in {signs.count(-1)} of {count}"
+    layers = f"above in {signs.count(1)} and below in {signs.count(-1)} of {counted(len(signs), 'layer')}"
     if untold := signs.count(0):
-        layers += f", and {untold} cannot be told"
-    interval = within(gap, points)
-    if gap.sign:
-        side = "more" if gap.sign > 0 else "less"
-        size = points(abs(gap.value))
-        interval = within(gap if gap.sign > 0 else flipped(gap), points)
-        return f"That is {size} {side} than in {null}{interval}; {layers}."
-    return f"On average no difference from {null} can be told: {signed(gap.value)}{interval}; {layers}."
+        layers += f", {untold} cannot be told"
+    if not gap.sign:
+        return f"{start}: no difference can be told on average, {signed(gap.value)}{within(gap, points)}; {layers}."
+    size = gap if gap.sign > 0 else flipped(gap)
+    return f"{start}: {points(size.value)} {side}{within(size, points)}; {layers}."
 
 
 def directions(ds: xr.Dataset) -> list[str]:
@@ -255,7 +251,7 @@ def points(value: float) -> str:
         >>> points(0.1234)
         '12.3 points'
     """
-    return f"{100 * value:.1f} points".replace("-", "−")
+    return f"{round(100 * value, 1) + 0.0:.1f} points".replace("-", "−")
 
 
 def signed(value: float) -> str:
@@ -265,7 +261,8 @@ def signed(value: float) -> str:
         >>> signed(-0.002)
         '−0.2 points'
     """
-    return f"{100 * value:+.1f} points".replace("-", "−")
+    size = round(100 * value, 1)
+    return f"{size:+.1f} points".replace("-", "−") if size else points(0.0)
 
 
 def decimal(value: float) -> str:

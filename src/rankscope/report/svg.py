@@ -1,12 +1,13 @@
 """Descriptions to small SVG drawings whose colours are the page's variables: light and dark in one file."""
 
 from html import escape
-from math import isfinite
+from math import ceil, isfinite
 
 from rankscope.report.description import Band, Box, Cells, Figure, Line, Panel, legend
 from rankscope.report.palette import HEAT, heat_step
 
 WIDTH, HEIGHT = 460.0, 300.0
+LEAST_WIDTH = 300.0
 LEFT, RIGHT, TOP, BOTTOM = 54.0, 14.0, 12.0, 46.0
 MOST_TITLES = 3000
 MARKERS = {
@@ -69,8 +70,9 @@ def draw(panel: Panel, alt: str) -> str:
         alt: What a screen reader says.
     """
     cells = next((mark for mark in panel.marks if isinstance(mark, Cells)), None)
-    body, height = draw_cells(cells, panel) if cells else (draw_axes(panel), HEIGHT)
-    return f'<svg viewBox="0 0 {number(WIDTH)} {number(height)}" role="img" aria-label="{escape(alt)}">{body}</svg>'
+    body, width, height = draw_cells(cells, panel) if cells else (draw_axes(panel), WIDTH, HEIGHT)
+    view = f"0 0 {number(width)} {number(height)}"
+    return f'<svg viewBox="{view}" role="img" aria-label="{escape(alt)}">{body}</svg>'
 
 
 def draw_axes(panel: Panel) -> str:
@@ -168,37 +170,53 @@ def box_words(box: Box) -> str:
     return f"{box.label}: median {median:.3f}, middle half {first:.3f} to {third:.3f}, all {low:.3f} to {high:.3f}"
 
 
-def draw_cells(cells: Cells, panel: Panel) -> tuple[str, float]:
-    """Return a heatmap and the height it needs: cells as large as the width allows, 30 units at most."""
+def draw_cells(cells: Cells, panel: Panel) -> tuple[str, float, float]:
+    """Return a heatmap with its width and height: cells as large as the width allows, 30 units at most."""
     rows, columns = len(cells.rows), len(cells.columns)
-    size = min(30.0, (WIDTH - LEFT - RIGHT) / columns)
-    tall = min(size, 30.0) if rows <= 24 else max(5.0, min(size, 14.0))
+    wide = min(30.0, (WIDTH - LEFT - RIGHT) / columns)
+    tall = wide if rows <= 24 else max(5.0, min(wide, 14.0))
+    named = rows * columns <= MOST_TITLES
     out = []
-    titled = rows * columns <= MOST_TITLES
     for r, row in enumerate(cells.values):
-        for c, value in enumerate(row):
-            if not isfinite(value):
-                continue
-            place = f'x="{number(LEFT + c * size)}" y="{number(TOP + r * tall)}"'
-            box = f'width="{number(size - 0.4)}" height="{number(tall - 0.4)}"'
-            words = title(f"layer {cells.rows[r]}, head {cells.columns[c]}: {value:.3f}") if titled else ""
-            out.append(f'<rect class="h{heat_step(value, cells.low, cells.high)}" {place} {box}>{words}</rect>')
-            if size >= 25 and tall >= 20:
-                ink = "on-dark" if heat_step(value, cells.low, cells.high) < len(HEAT) // 2 else "on-light"
-                where = f'x="{number(LEFT + (c + 0.5) * size)}" y="{number(TOP + (r + 0.5) * tall)}"'
-                out.append(f'<text class="cell {ink}" {where} dy=".35em">{short(value)}</text>')
+        for first, last, step in runs(row, cells, whole=named):
+            place = f'x="{number(LEFT + first * wide)}" y="{number(TOP + r * tall)}"'
+            box = f'width="{number((last - first) * wide - (0.4 if named else 0))}" height="{number(tall - 0.4)}"'
+            words = title(f"layer {cells.rows[r]}, head {cells.columns[first]}: {row[first]:.3f}") if named else ""
+            out.append(f'<rect class="h{step}" {place} {box}>{words}</rect>')
+            if named and wide >= 25 and tall >= 20:
+                ink = "on-dark" if step < len(HEAT) // 2 else "on-light"
+                where = f'x="{number(LEFT + (first + 0.5) * wide)}" y="{number(TOP + (r + 0.5) * tall)}"'
+                out.append(f'<text class="cell {ink}" {where} dy=".35em">{short(row[first])}</text>')
     bottom = TOP + rows * tall
-    every_row = max(1, -(-14 // int(tall * 1.0 + 1e-9)) if tall < 14 else 1)
-    every_column = max(1, int(-(-20 // size)) if size < 20 else 1)
-    for r in range(0, rows, every_row):
+    for r in range(0, rows, ceil(14 / tall)):
         y = number(TOP + (r + 0.5) * tall)
         out.append(f'<text class="end" x="{number(LEFT - 7)}" y="{y}" dy=".35em">{escape(cells.rows[r])}</text>')
-    for c in range(0, columns, every_column):
-        x = number(LEFT + (c + 0.5) * size)
+    for c in range(0, columns, ceil(20 / wide)):
+        x = number(LEFT + (c + 0.5) * wide)
         out.append(f'<text class="mid" x="{x}" y="{number(bottom + 16)}">{escape(cells.columns[c])}</text>')
     frame = Frame(panel, height=bottom + BOTTOM)
-    frame.right = LEFT + columns * size
-    return "".join(out) + axis_names(panel, frame), bottom + BOTTOM - 2
+    frame.right = LEFT + columns * wide
+    return "".join(out) + axis_names(panel, frame), max(LEAST_WIDTH, frame.right + RIGHT), bottom + BOTTOM - 2
+
+
+def runs(row: tuple[float, ...], cells: Cells, *, whole: bool) -> list[tuple[int, int, int]]:
+    """Return (first, past the last, step) of a row's cells, neighbours of one step joined unless ``whole``.
+
+    Example:
+        >>> cells = Cells((), (), (), 0.0, 1.0)
+        >>> runs((0.0, 0.01, 1.0, float("nan")), cells, whole=False)
+        [(0, 2, 0), (2, 3, 15)]
+    """
+    found: list[tuple[int, int, int]] = []
+    for c, value in enumerate(row):
+        if not isfinite(value):
+            continue
+        step = heat_step(value, cells.low, cells.high)
+        if not whole and found and found[-1][1:] == (c, step):
+            found[-1] = (found[-1][0], c + 1, step)
+        else:
+            found.append((c, c + 1, step))
+    return found
 
 
 def short(value: float) -> str:
