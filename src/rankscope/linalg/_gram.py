@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, nan
 
 import torch
 from torch import Tensor
@@ -77,6 +77,10 @@ class _Workspace:
 
     def __init__(self, n: int, m: int, dtype: torch.dtype) -> None:
         self.X = torch.empty(n, m, dtype=dtype)
+        self.flat = self.X.view(-1)
+        self.weights = torch.full((n,), 1 / n, dtype=dtype)
+        self.left = torch.ones(2, n, dtype=dtype)
+        self.right = torch.empty(2, m, dtype=dtype)
         # The triangle that `syrk` leaves alone stays zero, so the squared norm is a plain dot product.
         self.gram = torch.zeros(m, m + _lapack.PADDING, dtype=dtype)
         self.scratch = torch.empty(3 + _lapack.BLOCK, m, dtype=dtype)
@@ -109,20 +113,21 @@ def _each(
     count, n, m = matrices.shape
     work = _workspace(n, m, solver.dtype)
     eigenvalues = torch.full((count, m), torch.nan, dtype=solver.dtype)
-    squared_norm, gram_squared = torch.full((2, count), torch.nan, dtype=torch.float64)
+    norms: list[tuple[float, float]] = []
     flat, diagonal, corner = work.gram.view(-1), work.gram.diagonal(), work.gram[0, :1]
     with _lapack.single_threaded():
         for i, P in enumerate(matrices):
             squared, addend = fill(P, work)
             if not isfinite(squared):
+                norms.append((nan, nan))
                 continue
             solver.gram(work.X, work.gram)
             corner += addend
-            squared_norm[i] = squared
-            gram_squared[i] = 2 * float(torch.dot(flat, flat)) - float(torch.dot(diagonal, diagonal))
+            norms.append((squared, 2 * float(torch.dot(flat, flat)) - float(torch.dot(diagonal, diagonal))))
             found, converged = solver.eigenvalues(work.gram, work.scratch)
             if converged:
                 eigenvalues[i] = found
+    squared_norm, gram_squared = torch.tensor(norms, dtype=torch.float64).view(-1, 2).unbind(1)
     return Spectra(_roots(eigenvalues), squared_norm, gram_squared)
 
 
@@ -133,8 +138,8 @@ def _roots(eigenvalues: Tensor) -> Tensor:
 
 def _copy_into(P: Tensor, work: _Workspace) -> tuple[float, float]:
     """Write the matrix itself."""
-    flat = work.X.copy_(P).view(-1)
-    return float(torch.dot(flat, flat)), 0.0
+    work.X.copy_(P)
+    return float(torch.dot(work.flat, work.flat)), 0.0
 
 
 def _centre(P: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,16 +159,21 @@ def _centre_into(P: Tensor, work: _Workspace) -> tuple[float, float]:
     """Write :func:`_centre` of one matrix in one pass: both corrections are of rank one."""
     # All arithmetic is on the buffer, never on P: the last bits must not depend on where in a batch P lies.
     X = work.X.copy_(P)
-    n, flat = len(X), X.view(-1)
-    squared = float(torch.dot(flat, flat))
-    mean = torch.mv(X.mT, X.new_full((n,), 1 / n))
-    length = float(torch.linalg.vector_norm(mean))
-    axis = mean.clone()
-    axis[0] += length if axis[0] >= 0 else -length
-    axis *= (2 / float(torch.dot(axis, axis))) ** 0.5 if length > 0 else 0.0
-    along = torch.mv(X, axis) - torch.dot(mean, axis)
-    X.addmm_(torch.stack([torch.ones_like(along), along], 1), torch.stack([mean, axis]), alpha=-1)
-    return squared, n * length**2
+    squared = float(torch.dot(work.flat, work.flat))
+    mean, axis = work.right
+    torch.mv(X.mT, work.weights, out=mean)
+    length, first = float(torch.dot(mean, mean)) ** 0.5, float(mean[0])
+    if length == 0:
+        return squared, 0.0
+    # |mean + sign * length * e1|^2 = 2 * half, and its product with the mean is half.
+    half = length * (length + abs(first))
+    scale = half**-0.5
+    axis.copy_(mean)[0] += length if first >= 0 else -length
+    axis *= scale
+    torch.mv(X, axis, out=work.left[1])
+    work.left[1] -= scale * half
+    X.addmm_(work.left.mT, work.right, alpha=-1)
+    return squared, len(X) * length**2
 
 
 def _from_gram(gram: Tensor, squared_norm: Tensor) -> Spectra:

@@ -30,10 +30,11 @@ from rankscope.linalg.decompose import METHODS, Decomposition, choose, decompose
 T = TypeVar("T")
 Arguments = ParamSpec("Arguments")
 
-# Multiplications in one task: two matrices of 512, so that Python's part (0.1 ms a task) stays below one per cent.
-TASK = 2 * 512**3
-# A float32 method is compared with float64 on one matrix in so many, in the order of submission.
-AUDIT_EVERY = 64
+# Multiplications in one task: four matrices of 512, so that Python's part (0.2 ms a task) stays below one per cent.
+TASK = 4 * 512**3
+# A float32 method is compared with float64 on one matrix in so many, in the order of submission. A prime, so that
+# the turn comes to every head of a model in the course of the windows.
+AUDIT_EVERY = 97
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class SpectrumPool:
         """Decompose a batch in the workers: :func:`~rankscope.linalg.decompose.decompose`, cut into tasks.
 
         ``P`` is read where it lies, so it must not be written to until the result is there. Of the float32 methods
-        one matrix in 64, counted over all submissions, is also decomposed in float64 and compared; see
+        one matrix in 97, counted over all submissions, is also decomposed in float64 and compared; see
         :attr:`statistics`.
 
         Args:
