@@ -224,3 +224,18 @@ def test_a_missing_library_names_the_extra(backend, package, monkeypatch):
     with pytest.raises(MissingExtraError, match=r"rankscope\[report\]"):
         figures.heatmap(result(heads=2, windows=2, null_windows=2, n=16), backend=backend)
     assert figures.heatmap(result(heads=2, windows=2, null_windows=2, n=16), backend="none").panels
+
+
+def test_more_than_three_nulls_get_a_panel_each():
+    nulls = tuple((name, 0.5) for name in ("gaussian", "untrained", "shuffled_rows", "mine"))
+    figure = figures.excess(result(nulls=nulls), backend="none")
+    assert [panel.title for panel in figure.panels] == [
+        "null: gaussian",
+        "null: untrained",
+        "null: shuffled rows",
+        "null: mine",
+    ]
+    trend = figures.depth_trend(result(nulls=nulls), backend="none")
+    assert [bool(line.low) for line in marks(trend, Line)] == [False] * 4 + [True]
+    assert "left out" in trend.notes[-1]
+    assert len({line.color for line in marks(trend, Line)}) == 5

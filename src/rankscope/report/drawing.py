@@ -37,7 +37,9 @@ def to_matplotlib(figure: Figure) -> Any:
     except ImportError:
         raise MissingExtraError("matplotlib", "report", "drawing pictures") from None
     rows, columns = grid_of(figure)
-    canvas = Canvas(figsize=(5.4 * columns + 0.4, 3.9 * rows + 1.0), dpi=130, layout="constrained")
+    canvas = Canvas(
+        figsize=(5.4 * columns + (1.8 if columns == 1 else 0.4), 3.9 * rows + 1.0), dpi=130, layout="constrained"
+    )
     FigureCanvasAgg(canvas)
     axes = canvas.subplots(rows, columns, squeeze=False).ravel()
     for ax in axes[len(figure.panels) :]:
@@ -141,7 +143,8 @@ def matplotlib_legend(canvas: Any, entries: list[Line | Band | Box]) -> None:
         else:
             handles.append(Patch(color=paint(mark.color), alpha=0.25, linewidth=0))
     words = [mark.label.replace("$", r"\$") for mark in entries]
-    columns = min(4 if len(canvas.axes) > 1 else 3, len(entries))
+    room = int(canvas.get_size_inches()[0] * 12 / (max(map(len, words)) + 7))
+    columns = max(1, min(room, len(entries)))
     canvas.legend(handles, words, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 

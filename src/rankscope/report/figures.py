@@ -7,31 +7,32 @@ import numpy as np
 import xarray as xr
 
 from rankscope.report import reading
-from rankscope.report.description import (
-    Band,
-    Box,
-    Cells,
-    Figure,
-    Line,
-    Mark,
-    Numbers,
-    Panel,
-    Ticks,
-    number_ticks,
-    thinned,
-)
+from rankscope.report.description import Band, Box, Cells, Figure, Line, Mark, Panel, Ticks, number_ticks
 from rankscope.report.drawing import BACKENDS
-from rankscope.report.palette import DASHES, layer_color, null_number, set_color
+from rankscope.report.marks import (
+    MARKERS,
+    SHARE,
+    WHOLE_AXIS,
+    by_relative_depth,
+    curve_panel,
+    kind_title,
+    layer_axis_panel,
+    layer_line,
+    null_band,
+    null_line,
+    null_look,
+    thin,
+    trained_line,
+    y_span,
+)
+from rankscope.report.palette import set_color
 from rankscope.report.statistics import difference, estimate
 from rankscope.report.summary import trend
 
 MOST_PANELS = 24
-MOST_LISTED = 12
+MOST_TOGETHER = 3
 MOST_CELLS = 13000
 MOST_DOTS = 1500
-MARKERS = ("square", "diamond", "triangle", "circle")
-WHOLE_AXIS: Ticks = ((0.0, "0"), (0.2, "0.2"), (0.4, "0.4"), (0.6, "0.6"), (0.8, "0.8"), (1.0, "1"))
-SHARE = "share of the sum of singular values"
 
 
 def layer_curves(ds: xr.Dataset, backend: str = "matplotlib") -> Any:
@@ -156,6 +157,10 @@ def depth_trend(ds: xr.Dataset, backend: str = "matplotlib") -> Any:
     draw = BACKENDS[backend]
     reading.check(ds)
     panels = []
+    notes = [words for kind, layers in reading.kinds(ds).items() for words in trend(ds, kind, layers)]
+    crowded = len(reading.nulls(ds)) > MOST_TOGETHER
+    if crowded:
+        notes.append("The nulls are many, so their own intervals are left out here; the next picture has them.")
     for kind, layers in reading.kinds(ds).items():
         marks: list[Mark] = []
         for name in [*reading.nulls(ds), reading.TRAINED]:
@@ -169,8 +174,10 @@ def depth_trend(ds: xr.Dataset, backend: str = "matplotlib") -> Any:
                 look = null_look(ds, name)
             x = tuple(float(i) for i in range(len(layers)))
             ends = [tuple(e.low for e in estimates), tuple(e.high for e in estimates)]
+            if crowded and name != reading.TRAINED:
+                ends = [(), ()]
             marks.append(Line(x, tuple(e.value for e in estimates), low=ends[0], high=ends[1], **look))
-        panels.append(layer_axis_panel(ds, kind, layers, marks, SHARE))
+        panels.append(layer_axis_panel(ds, kind_title(ds, kind), layers, marks, SHARE))
     figure = Figure(
         name="depth-trend",
         title=f"Does depth matter? Share held by {reading.quarter_words(ds)}",
@@ -181,7 +188,7 @@ def depth_trend(ds: xr.Dataset, backend: str = "matplotlib") -> Any:
         ),
         alt="Share held at a quarter of the singular values by layer, trained and nulls, with intervals.",
         panels=tuple(panels),
-        notes=tuple(words for kind, layers in reading.kinds(ds).items() for words in trend(ds, kind, layers)),
+        notes=tuple(notes),
     )
     return draw(figure)
 
@@ -192,21 +199,26 @@ def excess(ds: xr.Dataset, backend: str = "matplotlib") -> Any:
     reading.check(ds)
     trained = reading.layer_series(ds, reading.QUARTER, reading.TRAINED)
     panels = []
+    nulls = reading.nulls(ds)
+    # Beyond three nulls signs and strokes would hide each other: a panel each.
+    groups = [nulls] if len(nulls) <= MOST_TOGETHER else [[name] for name in nulls]
     for kind, layers in reading.kinds(ds).items():
-        marks: list[Mark] = []
-        for j, name in enumerate(reading.nulls(ds)):
-            values = reading.layer_series(ds, reading.QUARTER, name)
-            if values is None or trained is None:
-                continue
-            own = reading.matched(trained, values)
-            gaps = [difference(own[:, layer], values[:, layer], reading.documents(ds, own)) for layer in layers]
-            shift = (j - (len(reading.nulls(ds)) - 1) / 2) * 0.16
-            x = tuple(i + shift for i in range(len(layers)))
-            look = null_look(ds, name) | {"label": f"trained − {name.replace('_', ' ')}", "joined": False}
-            ends = [tuple(gap.low for gap in gaps), tuple(gap.high for gap in gaps)]
-            marks.append(Line(x, tuple(gap.value for gap in gaps), low=ends[0], high=ends[1], **look))
-        if marks:
-            panels.append(layer_axis_panel(ds, kind, layers, marks, "trained − null", zero_line=True))
+        for names in groups:
+            marks: list[Mark] = []
+            for j, name in enumerate(names):
+                values = reading.layer_series(ds, reading.QUARTER, name)
+                if values is None or trained is None:
+                    continue
+                own = reading.matched(trained, values)
+                gaps = [difference(own[:, layer], values[:, layer], reading.documents(ds, own)) for layer in layers]
+                x = tuple(i + (j - (len(names) - 1) / 2) * 0.16 for i in range(len(layers)))
+                look = null_look(ds, name) | {"label": f"trained − {name.replace('_', ' ')}", "joined": False}
+                ends = [tuple(gap.low for gap in gaps), tuple(gap.high for gap in gaps)]
+                marks.append(Line(x, tuple(gap.value for gap in gaps), low=ends[0], high=ends[1], **look))
+            if marks:
+                titles = [kind_title(ds, kind), reading.null_label(names[0]) if len(groups) > 1 else ""]
+                title = ": ".join(part for part in titles if part)
+                panels.append(layer_axis_panel(ds, title, layers, marks, "trained − null", zero_line=True))
     figure = Figure(
         name="excess",
         title="What training adds: the excess over each null",
@@ -248,7 +260,7 @@ def windows_distribution(ds: xr.Dataset, backend: str = "matplotlib") -> Any:
                     y = tuple(float(v) for v in reading.mean_over(means, 0)[layers])
                     x = tuple(float(i) for i in range(len(layers)))
                     marks.append(Line(x, y, **(null_look(ds, name) | {"joined": False})))
-            panels.append(layer_axis_panel(ds, kind, layers, marks, SHARE))
+            panels.append(layer_axis_panel(ds, kind_title(ds, kind), layers, marks, SHARE))
     figure = Figure(
         name="windows",
         title="How much windows differ",
@@ -318,130 +330,6 @@ def compare(datasets: list[xr.Dataset], backend: str = "matplotlib") -> Any:
         panels=tuple(panels),
     )
     return draw(figure)
-
-
-def by_relative_depth(ds: xr.Dataset, scalar: str, name: str, scale: float, look: dict[str, Any]) -> list[Mark]:
-    """Return one line a kind: a scalar's layer means, from the first layer (0) to the last (1)."""
-    values = reading.layer_series(ds, scalar, name)
-    if values is None:
-        return []
-    lines: list[Mark] = []
-    groups = reading.kinds(ds)
-    for kind, layers in groups.items():
-        estimates = [estimate(values[:, layer] / scale, reading.documents(ds, values)) for layer in layers]
-        x = tuple(i / (len(layers) - 1) if len(layers) > 1 else 0.5 for i in range(len(layers)))
-        words = look["label"] if len(groups) == 1 else f"{look['label']}, {reading.kind_label(kind)}"
-        dash = look["dash"] if len(groups) == 1 else DASHES[list(groups).index(kind) % len(DASHES)]
-        ends = [tuple(e.low for e in estimates), tuple(e.high for e in estimates)]
-        y = tuple(e.value for e in estimates)
-        lines.append(Line(x, y, low=ends[0], high=ends[1], **(look | {"label": words, "dash": dash})))
-    return lines
-
-
-def kind_title(ds: xr.Dataset, kind: str) -> str:
-    """Return a kind's words where a result holds more than one."""
-    return reading.kind_label(kind) if len(reading.kinds(ds)) > 1 else ""
-
-
-def null_look(ds: xr.Dataset, name: str) -> dict[str, Any]:
-    """Return a null's colour, dash and marker, the same in every picture."""
-    i = null_number(name, reading.nulls(ds))
-    label = reading.null_label(name)
-    return {"label": label, "color": f"null-{i}", "dash": DASHES[i], "marker": MARKERS[i % 3]}
-
-
-def thin(x: np.ndarray, *curves: np.ndarray) -> tuple[Numbers, ...]:
-    """Return an axis and curves on it at 100 points at most, dense where curves bend: near the start."""
-    count = len(x)
-    spots = np.concatenate([np.geomspace(1, count, 48), np.linspace(1, count, 49)]).round().astype(int) - 1
-    chosen = np.unique(spots) if count > 100 else np.arange(count)
-    return tuple(tuple(float(v) for v in series[chosen]) for series in (x, *curves))
-
-
-def curve_panel(ds: xr.Dataset, title: str, marks: list[Mark]) -> Panel:
-    """Return axes for curves: kept along, share up."""
-    if reading.is_fractional(ds):
-        label, ticks = "share of a sentence's singular values kept", WHOLE_AXIS
-    else:
-        n = reading.total(ds)
-        label = f"singular values kept, largest first, of {n}"
-        ticks = tuple((i / 4, f"{i * n / 4:g}") for i in range(5))
-    return Panel(title, label, SHARE, tuple(marks), (0.0, 1.0), (0.0, 1.0), ticks, WHOLE_AXIS)
-
-
-def layer_axis_panel(
-    ds: xr.Dataset, kind: str, layers: list[int], marks: list[Mark], y_label: str, *, zero_line: bool = False
-) -> Panel:
-    """Return axes with the layers of a kind along and a fitting range up."""
-    span = y_span(marks, zero=zero_line)
-    ticks = thinned([reading.layer_names(ds)[layer] for layer in layers])
-    title = kind_title(ds, kind)
-    edges = (-0.6, len(layers) - 0.4)
-    return Panel(title, "layer", y_label, tuple(marks), edges, span, ticks, number_ticks(*span), zero_line)
-
-
-def y_span(marks: list[Mark], *, zero: bool = False) -> tuple[float, float]:
-    """Return a range that holds every point and interval with some air."""
-    numbers = [0.0] if zero else []
-    for mark in marks:
-        if isinstance(mark, Line):
-            numbers += [*mark.y, *mark.low, *mark.high]
-        elif isinstance(mark, Box):
-            numbers += mark.quartiles
-    known = np.array(numbers)[np.isfinite(numbers)]
-    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
-    air = max(0.06 * (high - low), 0.01)
-    return low - air, high + air
-
-
-def layer_line(ds: xr.Dataset, layer: int, position: int, count: int) -> list[Mark]:
-    """Return a layer's mean curve, over its numerical band where there is one."""
-    color = layer_color(position, count)
-    middle, low, high = (reading.mean_over(c[layer], 0) for c in reading.curve(ds, reading.TRAINED))
-    label = f"layer {reading.layer_names(ds)[layer]}"
-    every = max(1, ceil(count / MOST_LISTED))
-    listed = position % every == 0 or position == count - 1
-    x, y, bottom, top = thin(reading.fractions(ds), middle, low, high)
-    line = Line(x, y, label, color, strong=count <= MOST_LISTED, listed=listed)
-    return [Band(x, bottom, top, "", color), line] if np.nanmax(high - low, initial=0.0) > 1e-3 else [line]
-
-
-def null_band(ds: xr.Dataset, name: str, layers: list[int]) -> list[Mark]:
-    """Return a null's band from its lowest to its highest layer, with the mean over layers."""
-    means = [reading.mean_over(c[layers], 1) for c in reading.curve(ds, name)]
-    if np.isnan(means[0]).all():
-        return []
-    lowest, highest = np.nanmin(means[1], axis=0), np.nanmax(means[2], axis=0)
-    x, y, low, high = thin(reading.fractions(ds), reading.mean_over(means[0], 0), lowest, highest)
-    look = null_look(ds, name) | {"marker": ""}
-    return [Band(x, low, high, look["label"], look["color"]), Line(x, y, **look)]
-
-
-def null_line(ds: xr.Dataset, name: str, layer: int) -> list[Mark]:
-    """Return a null's curve in one layer, one sd of a head over windows to either side."""
-    middle, low, high = (reading.mean_over(c[layer], 0) for c in reading.curve(ds, name))
-    if np.isnan(middle).all():
-        return []
-    if "nuclear_fraction_sd" in ds:
-        spread = ds["nuclear_fraction_sd"].sel(baseline=name).transpose("layer", "head", "index").values[layer]
-        sd = np.nan_to_num(reading.mean_over(spread.astype(np.float64), 0))
-        low, high = np.clip(low - sd, 0, 1), np.clip(high + sd, 0, 1)
-    x, y, bottom, top = thin(reading.fractions(ds), middle, low, high)
-    look = null_look(ds, name) | {"marker": ""}
-    return [Band(x, bottom, top, look["label"], look["color"]), Line(x, y, **look)]
-
-
-def trained_line(ds: xr.Dataset, layer: int) -> list[Mark]:
-    """Return the trained curve of one layer over its heads' range."""
-    middle, low, high = (c[layer] for c in reading.curve(ds, reading.TRAINED))
-    present = ~np.isnan(middle).all(axis=1)
-    x, y, bottom, top = thin(
-        reading.fractions(ds),
-        reading.mean_over(middle, 0),
-        low[present].min(axis=0, initial=np.inf),
-        high[present].max(axis=0, initial=-np.inf),
-    )
-    return [Band(x, bottom, top, "trained: heads' range", "trained"), Line(x, y, "trained", "trained", strong=True)]
 
 
 def quarter_example(ds: xr.Dataset) -> str:

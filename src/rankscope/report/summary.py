@@ -27,9 +27,10 @@ class Verdict:
 def statements(ds: xr.Dataset) -> list[str]:
     """Say what a result shows, null beside each number, in sentences that its intervals support.
 
-    Statements about single layers hold all at once: their intervals are widened to 1 − .05 / (layers × nulls)
-    (Bonferroni). A trend with depth is claimed only if p < .05 and ρ keeps its sign over windows. One window gives
-    no interval, so nothing is claimed beyond it.
+    What is said of single layers against a null holds for all layers at once: intervals are widened to
+    1 − .05 / layers (Bonferroni); "every null" needs each of them and so no widening of its own. A trend with depth is
+    claimed only if p < .05 and ρ keeps its sign over windows. One window gives no interval, so nothing is claimed
+    beyond it.
 
     Args:
         ds: A result.
@@ -206,12 +207,12 @@ def limits(ds: xr.Dataset) -> list[str]:
 
 
 def verdicts(ds: xr.Dataset, name: str, scalar: str) -> list[Verdict]:
-    """Return for each layer how trained stands to a null, at a confidence shared by all layers and nulls."""
+    """Return for each layer how trained stands to a null, at a confidence that all layers share."""
     values, others = reading.layer_series(ds, scalar, TRAINED), reading.layer_series(ds, scalar, name)
     if values is None or others is None:
         return []
     values = reading.matched(values, others)
-    confidence = 1 - 0.05 / (ds.sizes["layer"] * max(1, len(reading.nulls(ds))))
+    confidence = 1 - 0.05 / ds.sizes["layer"]
     found = []
     for layer in range(values.shape[1]):
         own, null = values[:, layer], others[:, layer]
