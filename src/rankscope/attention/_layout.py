@@ -192,8 +192,8 @@ def pool_mean(x: Tensor, layout: TokenLayout, k: int) -> Tensor:
     if _even(layout, k):
         return x.unflatten(-2, (k, layout.n // k)).mean(dim=-2)
     cut = segments(layout, k, x.device)
-    weight = cut.inside / cut.inside.sum(dim=-1, keepdim=True).clamp(min=1)
-    weight = weight.to(x.dtype)[:, None, :, None, :]
+    weight = cut.inside.to(x.dtype) / cut.inside.sum(dim=-1, keepdim=True).clamp(min=1)
+    weight = weight[:, None, :, None, :]
     return (weight @ _take(x, cut.tokens)).squeeze(-2)
 
 

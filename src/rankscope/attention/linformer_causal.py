@@ -115,7 +115,7 @@ def _mean_matrix(rank: int, chunk: int, like: Tensor) -> Tensor:
     row = torch.arange(rank, device=like.device)[:, None]
     token = torch.arange(chunk, device=like.device)
     member = (token >= row * chunk // rank) & (token < ((row + 1) * chunk + rank - 1) // rank)
-    return (member / member.sum(dim=-1, keepdim=True)).to(like.dtype)
+    return member.to(like.dtype) / member.sum(dim=-1, keepdim=True)
 
 
 def _for_chunks(matrix: Tensor) -> Tensor:

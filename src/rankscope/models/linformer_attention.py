@@ -450,9 +450,9 @@ class LinformerSelfAttention(nn.Module):
         """
         d = self.query.in_features
         for name, tensor in (("hidden", hidden), ("context", context)):
-            if tensor is not None and (tensor.ndim != 3 or tensor.shape[-1] != d or tensor.shape[0] != len(hidden)):
+            if tensor is not None and (tensor.ndim != 3 or tensor.shape[-1] != d or tensor.shape[0] != hidden.shape[0]):
                 raise RankscopeError(
-                    f"`{name}` must have shape (batch={len(hidden)}, n, {d}), got {tuple(tensor.shape)}"
+                    f"`{name}` must have shape (batch={hidden.shape[0]}, n, {d}), got {tuple(tensor.shape)}"
                 )
         source = hidden if context is None else context
         layout = token_layout(key_padding_mask, source.shape[0], source.shape[1])

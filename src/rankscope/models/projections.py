@@ -180,6 +180,9 @@ class _Matrix(Projection):
         self.check_length(layout)
         if self.shape.length_rule == "interpolate":
             return resample(self.weight, layout)
+        if torch.compiler.is_compiling():
+            # A slice is contiguous at n = N only, which would make export refuse that one length.
+            return self.weight.index_select(-1, torch.arange(layout.n, device=self.weight.device))
         return self.weight[..., : layout.n]
 
     def compress(self, operator: Tensor | None, x: Tensor, layout: TokenLayout) -> Tensor:
@@ -319,9 +322,14 @@ class Convolution(Projection):
     def compress(self, operator: Tensor | None, x: Tensor, layout: TokenLayout) -> Tensor:
         """Slide the kernel, its stride at a time."""
         assert operator is not None
-        tail = -layout.n % self.stride
-        blocks = nn.functional.pad(x, (0, 0, 0, tail)).unflatten(-2, (-1, self.stride))
-        kernel = operator.to(x.dtype)
+        stride, kernel = self.stride, operator.to(x.dtype)
+        if torch.compiler.is_compiling():
+            # Cutting a symbolic length into blocks makes export refuse lengths that do not divide.
+            filters = kernel.view(-1, 1, stride, 1)
+            padded = nn.functional.pad(x, (0, 0, 0, 2 * stride - 1))
+            return nn.functional.conv2d(padded, filters, stride=(stride, 1), groups=x.shape[1])
+        padded = nn.functional.pad(x, (0, 0, 0, -layout.n % stride))
+        blocks = padded.unflatten(-2, (-1, stride))
         if kernel.ndim == 1:
             return torch.einsum("s,bgksc->bgkc", kernel, blocks)
         if x.shape[1] == 1:
@@ -330,10 +338,16 @@ class Convolution(Projection):
 
     def absent(self, layout: TokenLayout, device: torch.device) -> Tensor | None:
         """Places past a row's last segment."""
-        if layout.lengths is None:
+        if layout.lengths is None and not torch.compiler.is_compiling():
             return None
-        count = (layout.lengths + self.stride - 1) // self.stride
-        return absent_beyond(count, -(-layout.n // self.stride))
+        lengths = torch.full((1,), layout.n, device=device) if layout.lengths is None else layout.lengths
+        return absent_beyond((lengths + self.stride - 1) // self.stride, self._places(layout))
+
+    def _places(self, layout: TokenLayout) -> int:
+        """Count the compressed places; of a symbolic length never one, which would be a special case."""
+        if torch.compiler.is_compiling():
+            return (layout.n + self.stride - 1) // self.stride + 1
+        return -(-layout.n // self.stride)
 
 
 PROJECTIONS: Registry[type[Projection]] = Registry(
@@ -393,7 +407,9 @@ class LinformerProjections(nn.Module):
         width: Channels of the layer's input, for ``"dynamic"``.
         length_rule: ``"slice"`` or ``"interpolate"``; only kinds that store a matrix over positions have one.
         normalize: Divide compressed keys by the 2-norms of E's rows, so that their scale, and that of the logits,
-            is that of single uncorrelated keys at every n and k; not for ``"max"``.
+            is that of single keys at every n and k, as far as keys are uncorrelated with each other and with E
+            (``"dynamic"`` reads its weights off the tokens it compresses, so there it holds less); not for
+            ``"max"``.
         generator: Source of the starting values; ``None`` takes PyTorch's default generator.
 
     Raises:
