@@ -1,12 +1,8 @@
 """A model's attention modules: which call transformers' attention interface, and what each of them is."""
 
-import ast
 import inspect
 import re
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 from torch import nn
@@ -22,7 +18,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return base() if callable(base) else model
 
 
-@cache
+_eager_functions: dict[type, Callable[..., Any] | None] = {}
+
+
 def eager_function(cls: type) -> Callable[..., Any] | None:
     """The class's own eager attention: the second argument of its ``get_interface(..., eager)`` call.
 
@@ -34,30 +32,29 @@ def eager_function(cls: type) -> Callable[..., Any] | None:
         >>> eager_function(BertSelfAttention).__name__
         'eager_attention_forward'
     """
+    if cls not in _eager_functions:
+        _eager_functions[cls] = next(_named_functions(cls), None)
+    return _eager_functions[cls]
+
+
+def class_eager(module: nn.Module) -> Callable[..., Any]:
+    """The eager attention of a module that has just called the attention interface."""
+    function = eager_function(type(module))
+    if function is None:
+        raise RankscopeError(f"{type(module).__name__} names no eager attention in its code: it can't be captured")
+    return function
+
+
+def _named_functions(cls: type) -> Iterator[Callable[..., Any]]:
     for owner in cls.__mro__:
-        if owner.__module__.split(".")[0] == "torch" or owner is object:
-            continue
-        names = vars(sys.modules[owner.__module__]) if owner.__module__ in sys.modules else {}
-        if "get_interface" not in _source(owner):
-            continue
-        for call in _calls(owner, "get_interface"):
-            name = call.args[1].id if len(call.args) > 1 and isinstance(call.args[1], ast.Name) else ""
-            if "attention" in name and callable(names.get(name)):
-                return names[name]
-    return None
-
-
-def _source(cls: type) -> str:
-    try:
-        return inspect.getsource(cls)
-    except (OSError, TypeError):
-        return ""
-
-
-def _calls(cls: type, method: str) -> Iterator[ast.Call]:
-    for node in ast.walk(ast.parse(textwrap.dedent(_source(cls)))):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method:
-            yield node
+        for method in vars(owner).values():
+            method = inspect.unwrap(method) if callable(method) else None
+            code = getattr(method, "__code__", None)
+            if code is None or "get_interface" not in code.co_names:
+                continue
+            for name in code.co_names:
+                if name.endswith("eager_attention_forward") and name in method.__globals__:
+                    yield method.__globals__[name]
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -18,7 +18,14 @@ from transformers import AttentionInterface
 
 from rankscope._errors import RankscopeError
 from rankscope.attention._call import AttentionCall, masked_entries
-from rankscope.attention._modules import configurations, eager_function, implementation_attribute, kind_of, stack_of
+from rankscope.attention._modules import (
+    class_eager,
+    configurations,
+    eager_function,
+    implementation_attribute,
+    kind_of,
+    stack_of,
+)
 
 Sink = Callable[[AttentionCall], object]
 Observer = Callable[[AttentionCall, Callable[[], Tensor | None]], object]
@@ -88,7 +95,7 @@ def observe(model: nn.Module, observer: Observer) -> Iterator[CaptureSession]:
     paths = {module: path for path, module in model.named_modules()}
     with eager_attention(model):
         mapping = AttentionInterface._global_mapping
-        original = mapping.get("eager")
+        original: Any = mapping.get("eager")
 
         def forward(
             module: nn.Module,
@@ -98,9 +105,7 @@ def observe(model: nn.Module, observer: Observer) -> Iterator[CaptureSession]:
             attention_mask: Tensor | None = None,
             **kw: Any,
         ) -> Any:
-            eager = original or eager_function(type(module))
-            if eager is None:
-                raise RankscopeError(f"{type(module).__name__} names no eager attention: it can't be captured")
+            eager = original or class_eager(module)
             path = paths.get(module)
             if path is not None:
                 call = make_call(path, session.calls[path], module, query, key, value, attention_mask, kw)
@@ -206,15 +211,21 @@ def _scaling(path: str, scaling: Any, query: Tensor) -> float:
 
 
 def _sinks(path: str, module: nn.Module, keywords: dict[str, Any], heads: int) -> Tensor | None:
-    sinks = keywords.get("s_aux") if keywords.get("s_aux") is not None else keywords.get("sinks")
-    code = getattr(eager_function(type(module)), "__code__", None)
-    if sinks is None and code is not None and "sinks" in code.co_names:
-        sinks = getattr(module, "sinks", None)
+    sinks = module_sinks(module, keywords)
     if sinks is None:
         return None
     if sinks.numel() != heads:
         raise RankscopeError(f"{path}: sinks must be one logit a head ({heads}), got {tuple(sinks.shape)}")
     return sinks.detach().reshape(heads)
+
+
+def module_sinks(module: nn.Module, keywords: dict[str, Any]) -> Tensor | None:
+    """Attention sinks that a call names, or that the module's own eager function reads from the module."""
+    for name in ("s_aux", "sinks"):
+        if keywords.get(name) is not None:
+            return keywords[name]
+    code = getattr(eager_function(type(module)), "__code__", None)
+    return getattr(module, "sinks", None) if code is not None and "sinks" in code.co_names else None
 
 
 def eager_weights(
