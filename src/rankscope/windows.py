@@ -38,7 +38,6 @@ _ABBREVIATIONS = frozenset(
         "vs",
         "e.g",
         "i.e",
-        "No",
         "cf",
     ]
 )
@@ -266,7 +265,9 @@ def random_token_window(window: Window, tokenizer: Any, generator: torch.Generat
     Returns:
         A window of the same index, document and length.
     """
-    special = {*tokenizer.all_special_ids, *(token for part in special_tokens(tokenizer) for token in part)}
+    # all_special_ids leaves out special tokens without a role, such as a chat template's.
+    added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+    special = {*tokenizer.all_special_ids, *added, *(token for part in special_tokens(tokenizer) for token in part)}
     ordinary = torch.tensor(sorted(set(tokenizer.get_vocab().values()) - special))
     drawn = ordinary[torch.randint(len(ordinary), (window.length,), generator=generator)].tolist()
     ids = [old if old in special else new for old, new in zip(window.input_ids, drawn, strict=True)]
