@@ -138,7 +138,7 @@ def picture(figure: Figure) -> str:
         heading = f"<h4>{escape(panel.title)}</h4>" if panel.title else ""
         alt = f"{figure.alt} {panel.title}".strip()
         drawn.append(f'<div class="panel">{heading}{draw(panel, alt)}</div>')
-    size = "one" if len(drawn) == 1 else "small" if figure.name == "layer-panels" else "many"
+    size = {1: "one", 4: "four"}.get(len(drawn), "many") if figure.name != "layer-panels" else "small"
     body = f'<div class="panels {size}">{"".join(drawn)}</div>'
     caption = f"<figcaption>{draw_legend(figure)}<p>{prose(figure.reading)}</p>{notes}</figcaption>"
     many = len(drawn) > 6 and not isinstance(figure.panels[0].marks[0], Cells)
