@@ -240,7 +240,7 @@ def spread_weights(model: nn.Module, seed: int = 0) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 or "sinks" in name:
-                parameter.normal_(0, 0.5, generator=generator)
+                parameter.normal_(0, 0.3, generator=generator)
 
 
 def tiny_model(name: str, *, attention: str | None = None, seed: int = 0, **changes: object) -> nn.Module:
@@ -248,7 +248,9 @@ def tiny_model(name: str, *, attention: str | None = None, seed: int = 0, **chan
     row = MODELS[name]
     config = getattr(transformers, row.config)(**{**row.sizes, **changes})
     made = {} if attention is None else {"attn_implementation": attention}
-    model = getattr(transformers, row.model)._from_config(config, **made)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(transformers, row.model)._from_config(config, **made)
     spread_weights(model, seed)
     return model.eval()
 

@@ -48,13 +48,12 @@ def class_eager(module: nn.Module) -> Callable[..., Any]:
 def _named_functions(cls: type) -> Iterator[Callable[..., Any]]:
     for owner in cls.__mro__:
         for method in vars(owner).values():
-            method = inspect.unwrap(method) if callable(method) else None
-            code = getattr(method, "__code__", None)
-            if code is None or "get_interface" not in code.co_names:
+            function = inspect.unwrap(method) if callable(method) else None
+            if not inspect.isfunction(function) or "get_interface" not in function.__code__.co_names:
                 continue
-            for name in code.co_names:
-                if name.endswith("eager_attention_forward") and name in method.__globals__:
-                    yield method.__globals__[name]
+            for name in function.__code__.co_names:
+                if name.endswith("eager_attention_forward") and name in function.__globals__:
+                    yield function.__globals__[name]
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:

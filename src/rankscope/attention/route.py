@@ -198,8 +198,13 @@ def _fallback_route(
     found = returned_attentions(result)
     if not found:
         raise RankscopeError("the model returns no attentions")
-    for number, (_, _, weights) in enumerate(found):
+    for number, (kind, _, weights) in enumerate(found):
         check_weights(weights, f"attention {number}")
+        if kind == "self" and weights.shape[-2] != weights.shape[-1]:
+            n, m = weights.shape[-2:]
+            raise RankscopeError(
+                f"attention {number} is {n} × {m}: a band or pooled tokens, not a self-attention's map"
+            )
     if modules and len(found) != sum(ran.values()):
         raise RankscopeError(f"{sum(ran.values())} attentions ran, but the model returns {len(found)}")
     reason = "does not call the attention interface: the model's own weights"
