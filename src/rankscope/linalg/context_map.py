@@ -9,6 +9,7 @@ it and drops it. Time is O(n m d) a pass, memory O(n) and one strip.
 """
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -100,6 +101,16 @@ class ContextMap:
         self.shape = (len(rows), len(columns))
         if 0 in self.shape:
             raise RankscopeError("`key_padding_mask` and `query_padding_mask` leave no token: P would be empty")
+
+    def double(self) -> "ContextMap":
+        """Return the same map computed in float64, from the same query and key."""
+        twin = copy(self)
+        twin.__dict__.pop("_log_denominator", None)
+        twin.__dict__.pop("_moments", None)
+        twin.dtype = torch.float64
+        twin._query, twin._key = self._query.double(), self._key.double()
+        twin._bias = None if self._bias is None else self._bias.double()
+        return twin
 
     def matmul(self, X: Float[Tensor, "m r"]) -> Float[Tensor, "n r"]:
         """Return ``P @ X``."""
