@@ -304,10 +304,7 @@ def _arguments(
         "sliding_window": None if note is None else note.window,
         **{name: x for name, x in keywords.items() if name not in HARMLESS | {"scaling", "sinks", "s_aux"}},
     }
-    for name, x in needed.items():
-        if x is None:
-            continue
-        if name not in named:
-            raise RankscopeError(f"{owner} needs {name!r}, which the replacing attention does not take")
-        given[name] = x
-    return given
+    needed = {name: x for name, x in needed.items() if x is not None}
+    if missing := [repr(name) for name in needed if name not in named]:
+        raise RankscopeError(f"{owner} needs {', '.join(missing)}, which the replacing attention does not take")
+    return given | needed
