@@ -479,14 +479,14 @@ def _no_curves() -> dict[str, Any]:
 def _assemble(spectrum: MatrixFreeSpectrum, edges: tuple[np.ndarray, np.ndarray, np.ndarray]) -> MatrixFreeSpectrum:
     """Fill in the curves and scalars: a share lies in [0, 1], grows with the index and ends at one."""
     r = (len(edges[0]) - 2) // 2
+    low, mid, high = edges
     curves: dict[str, Any] = {}
     for position, name in enumerate(("nuclear_fraction", "energy_fraction")):
-        low, middle, high = (torch.from_numpy(edge[position * r : (position + 1) * r].copy()) for edge in edges)
+        below, middle, above = (torch.from_numpy(edge[position * r : (position + 1) * r].copy()) for edge in edges)
         share = torch.arange(1, r + 1, dtype=torch.float64) / r
         # Values fall with the index, so the first j hold at least j / r.
-        low = torch.maximum(low, share).cummax(0).values
-        curves[f"{name}_low"] = low.clamp(max=1)
+        curves[f"{name}_low"] = torch.maximum(below, share).cummax(0).values.clamp(max=1)
         curves[name] = middle.clamp(0, 1)
-        curves[f"{name}_high"] = high.clamp(max=1).flip(0).cummin(0).values.flip(0)
-    scalars = [tuple(float(edge[2 * r + i]) for edge in edges) for i in range(2)]
-    return replace(spectrum, nuclear_norm=scalars[0], effective_rank=scalars[1], **curves)
+        curves[f"{name}_high"] = above.clamp(max=1).flip(0).cummin(0).values.flip(0)
+    nuclear, effective = ((float(low[i]), float(mid[i]), float(high[i])) for i in (2 * r, 2 * r + 1))
+    return replace(spectrum, nuclear_norm=nuclear, effective_rank=effective, **curves)
