@@ -22,6 +22,7 @@ Without gradients either of the last two runs over rows of queries at a time (``
 the output plus one block.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -325,19 +326,30 @@ def attend(
     def rows(part: Tensor) -> Tensor:
         if wide is not None:
             return _absorbed_rows(part, wide, weights.output, absent, num_heads, dropout)
-        queries = split_heads(weights.query(part), num_heads)
-        return weights.output(merge_heads(compressed_attention(queries, keys, values, absent, scaling, dropout)))
+        # Nested, so that a block's queries are freed before its output is made.
+        return weights.output(
+            merge_heads(
+                compressed_attention(
+                    split_heads(weights.query(part), num_heads), keys, values, absent, scaling, dropout
+                )
+            )
+        )
 
-    if plan.rows is None or plan.rows >= n:
-        output = rows(hidden)
-    else:
-        first = rows(hidden[:, : plan.rows])
-        output = first.new_empty(batch, n, first.shape[-1])
-        output[:, : plan.rows] = first
-        for start in range(plan.rows, n, plan.rows):
-            output[:, start : start + plan.rows] = rows(hidden[:, start : start + plan.rows])
+    output = rows(hidden) if plan.rows is None or plan.rows >= n else _in_blocks(rows, hidden, plan.rows)
     if layout.lengths is not None:
         output = output.masked_fill((layout.lengths == 0)[:, None, None], 0)
+    return output
+
+
+def _in_blocks(function: Callable[[Tensor], Tensor], hidden: Tensor, size: int) -> Tensor:
+    """Apply a map of single tokens to ``size`` tokens at a time, holding one block beside the result."""
+    block = function(hidden[:, :size])
+    output = block.new_empty(*hidden.shape[:2], block.shape[-1])
+    output[:, :size] = block
+    for start in range(size, hidden.shape[1], size):
+        del block
+        block = function(hidden[:, start : start + size])
+        output[:, start : start + size] = block
     return output
 
 
