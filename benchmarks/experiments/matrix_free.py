@@ -8,7 +8,6 @@ seconds of one thread. ``--long`` adds 65,536 tokens.
 
 import argparse
 import json
-import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,13 +94,21 @@ def cover(rows: list[dict[str, object]]) -> dict[str, float]:
     return {curve: share(f"{curve}_outside") for curve in ("nuclear_fraction", "energy_fraction")}
 
 
+def peak_mib(*, reset: bool = False) -> float:
+    """Peak resident memory of this process, of Linux only; a reset starts from what is resident now."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
 def cost(name: str, P: ContextMap, checkpoints: tuple[int, ...]) -> list[dict[str, object]]:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_mib(reset=True)
     begin = time.process_time()
     P.frobenius_squared()
     exact = time.process_time() - begin
     begin = time.process_time()
-    P.matmul(torch.randn(P.shape[1], P._query.shape[1]))
+    P.matmul(torch.randn(P.shape[1], 32))
     product = time.process_time() - begin
     run = BlockLanczos(P, generator=torch.Generator().manual_seed(0))
     rows: list[dict[str, object]] = []
@@ -123,7 +130,8 @@ def cost(name: str, P: ContextMap, checkpoints: tuple[int, ...]) -> list[dict[st
                 "seconds_look": time.process_time() - begin,
                 "products": spent / product,
                 "sigma_error_64": float(spectrum.sigma_error.max()),
-                "extra_mib": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024,
+                "dtype": str(P.dtype),
+                "extra_mib": peak_mib() - before,
             }
         )
         print(rows[-1], flush=True)
@@ -137,9 +145,10 @@ def main() -> None:
     torch.set_num_threads(1)
     # Cost first: peak memory is the process's, and dense decompositions would hide it.
     costs = []
-    for n, checkpoints in ((4096, (24, 48)), (16384, (24, 48))):
+    for n, checkpoints in ((4096, (24, 48)), (16384, (48, 60))):
         _, query, key = next(real_heads(n, [(3, 5)]))
-        costs += cost("minilm layer 3 head 5", ContextMap(query, key), checkpoints)
+        for dtype in (torch.float32, torch.float64):
+            costs += cost("minilm layer 3 head 5", ContextMap(query.to(dtype), key.to(dtype)), checkpoints)
     if arguments.long:
         generator = torch.Generator().manual_seed(7)
         query, key = (torch.randn(65536, 32, generator=generator) * 2**0.5 for _ in range(2))

@@ -8,8 +8,9 @@ eigenvector's weight in the first block says how many singular values it stands 
 0 is an eigenvalue (Gauss-Radau). For a square root, Gauss is too high and Radau too low for each starting vector;
 after the scaling that is no theorem any more but what is seen. So the *band* is their span, widened by three
 standard errors of a jackknife over the starting vectors, by a tenth of its widest place and by the effect of
-rounding, which one product in float64 beside the float32 one measures. Its cover is therefore empirical, not proved:
-``benchmarks/experiments/matrix_free.py`` counts it against dense spectra.
+rounding, which one product in float64 beside the float32 one measures (where that is most of the width, a map of
+float64 query and key narrows it, for two to three times the time). The band's cover is therefore empirical, not
+proved: ``benchmarks/experiments/matrix_free.py`` counts it against dense spectra.
 
 References:
     Golub and Meurant, "Matrices, Moments and Quadrature with Applications", Princeton University Press 2010.
