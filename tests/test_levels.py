@@ -13,6 +13,7 @@ LEVELS = [
     {"bench", "training"},
     {"report", "claims"},
     {"cli"},
+    {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 

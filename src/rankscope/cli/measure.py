@@ -58,7 +58,14 @@ def measure(
     seed: Annotated[int, typer.Option(help="Of document order, nulls and fresh weights.")] = 0,
 ) -> None:
     """Measure how low-rank a model's attention is on a text, with its nulls beside it."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     chosen_layers, chosen_heads = numbers(layers, "layers"), numbers(heads, "heads")
     console = Console(stderr=True)
@@ -112,22 +119,32 @@ def print_result(dataset: "xr.Dataset", out: Path) -> None:
     import numpy as np
     from rich.table import Table
 
+    from rankscope.spectrum.intervals import mean_interval
+
     name = "nuclear_fraction_at_quarter"
     console = Console()
-    relative = dataset.attrs["rank_relative_to"]
-    table = Table(title=f"Share of Σσ in the first quarter of singular values ({dataset.attrs['model']}, n = {relative})")
+    attrs = dataset.attrs
+    table = Table(title=f"Share of Σσ in the first quarter of singular values: {attrs['model']} on {attrs['corpus']}")
     table.add_column("layer", justify="right")
-    table.add_column("attention")
-    for baseline in dataset.baseline.values:
-        table.add_column(str(baseline), justify="right")
-    table.add_column("heads min…max", justify="right")
-    values = dataset[name].mean("window")
-    for layer in dataset.layer.values:
-        row = values.sel(layer=layer)
-        heads = row.sel(baseline="trained").values
-        cells = [f"{float(np.nanmean(row.sel(baseline=b))):.3f}" for b in dataset.baseline.values]
-        spread = f"{np.nanmin(heads):.3f}…{np.nanmax(heads):.3f}"
-        table.add_row(str(layer), str(dataset.kind.sel(layer=layer).item()), *cells, spread)
+    mixed = len(np.unique(dataset.kind.values)) > 1
+    if mixed:
+        table.add_column("attention")
+    table.add_column("trained", justify="right")
+    table.add_column("± 95 %", justify="right")
+    table.add_column("its heads", justify="right")
+    for baseline in dataset.baseline.values[1:]:
+        table.add_column(str(baseline).replace("_", " "), justify="right")
+    by_layer = dataset[name].mean("head")
+    mean, low, _ = mean_interval(by_layer.sel(baseline="trained").values, dataset.document.values)
+    for at, layer in enumerate(dataset.layer.values):
+        heads = dataset[name].sel(baseline="trained", layer=layer).mean("window").values
+        row = [str(layer)]
+        if mixed:
+            row.append(str(dataset.kind.sel(layer=layer).item()))
+        row += [f"{mean[at]:.3f}", "" if np.isnan(low[at]) else f"{mean[at] - low[at]:.3f}"]
+        row.append(f"{np.nanmin(heads):.2f}–{np.nanmax(heads):.2f}")
+        row += [f"{float(by_layer.sel(baseline=b, layer=layer).mean()):.3f}" for b in dataset.baseline.values[1:]]
+        table.add_row(*row)
     console.print(table)
     check = json.loads(dataset.attrs["self_check"])
     left_out = json.loads(dataset.attrs["left_out"])

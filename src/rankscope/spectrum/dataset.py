@@ -13,7 +13,7 @@ from rankscope._environment import environment
 from rankscope._errors import RankscopeError
 from rankscope.spectrum.accumulate import Moments
 from rankscope.spectrum.intervals import mean_interval
-from rankscope.spectrum.parts import Part, disk_error, publish
+from rankscope.spectrum.parts import Part, add_notes, disk_error, publish
 
 TRAINED = "trained"
 FILE_NAME = "spectrum.nc"
@@ -82,8 +82,7 @@ def build(
         documents += part.documents
         hashes += part.hashes
         left_out |= part.left_out
-        for name, value in part.notes.items():
-            notes[name] = max(notes.get(name, 0.0), value) if name.endswith("_max") else notes.get(name, 0.0) + value
+        add_notes(notes, part.notes)
     if not measured[TRAINED]:
         raise RankscopeError("no window was measured: the run's folder holds no finished part")
 
@@ -141,8 +140,10 @@ def curve_or_nan(curves: dict[str, Moments], name: str, like: Moments) -> Moment
 def plain(value: object) -> str | int | float:
     """Turn an attribute into what netCDF can hold; anything structured becomes JSON."""
     if isinstance(value, bool) or value is None or isinstance(value, dict | list | tuple):
-        return json.dumps([asdict(v) if isinstance(v, LayerInfo) else v for v in value]
-                          if isinstance(value, list | tuple) else value, default=str)
+        return json.dumps(
+            [asdict(v) if isinstance(v, LayerInfo) else v for v in value] if isinstance(value, list | tuple) else value,
+            default=str,
+        )
     return value if isinstance(value, str | int | float) else str(value)
 
 

@@ -19,8 +19,7 @@ def mean_interval(
     nothing to cluster by and windows are taken as independent.
 
     Args:
-        values: ``(windows, ...)``; windows that hold a NaN anywhere in a series are left out of that series'
-            count only if the whole window is NaN (a null measured on fewer windows).
+        values: ``(windows, ...)``; a window that is NaN throughout (a null measured on fewer windows) is left out.
         documents: ``(windows,)``, the document of each window; ``None`` for independent windows.
         confidence: The interval's nominal cover, in (0, 1).
 
@@ -36,7 +35,7 @@ def mean_interval(
         (2.0, -0.48, 4.48)
     """
     x = np.asarray(values, dtype=np.float64)
-    keep = ~np.isnan(x.reshape(len(x), -1)).all(axis=1)
+    keep = ~np.isnan(x).all(axis=tuple(range(1, x.ndim)))
     x = x[keep]
     n = len(x)
     if n == 0:

@@ -1,5 +1,6 @@
 """What a worker does with one head: its map and its nulls' maps to curves and numbers."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,11 +8,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankscope.linalg.decompose import decompose
+from rankscope.linalg.decompose import METHODS, decompose
 from rankscope.linalg.rank import energy_curve, nuclear_curve, scalars
 from rankscope.spectrum.heads import Head, logit_deviation
 from rankscope.spectrum.nulls import NULLS, generator_for
 
+# A float64 SVD costs about four of the fast ones, so the check takes a few per cent of the time.
+AUDIT_EVERY = 64
 SENTENCE_GRID = np.arange(1, 65) / 64
 
 
@@ -22,6 +25,11 @@ class Place:
     window: int
     layer: int
     head: int
+
+    @property
+    def audited(self) -> bool:
+        """Whether this head's spectrum is checked against float64 SVD: one in :data:`AUDIT_EVERY`."""
+        return (self.window + 7 * self.layer + self.head) % AUDIT_EVERY == 0
 
 
 @dataclass(frozen=True)
@@ -81,23 +89,44 @@ def head_spectra(
             generator = generator_for(plan.seed, name, place.window, place.layer, place.head)
             P = NULLS[name].context_map(head, own if deviation is None else deviation, generator)
             logits = P.clamp_min(torch.finfo(torch.float32).tiny).log()
-        spectra[name] = map_spectrum(P, plan, logit_deviation(logits, allowed))
+        spectra[name] = map_spectrum(P, plan, logit_deviation(logits, allowed), audited=place.audited)
     return own, spectra
 
 
-def map_spectrum(P: Tensor, plan: Plan, logit_sd: float) -> HeadSpectrum:
-    """Curves and scalars of one dense map ``(n, m)``."""
-    result = decompose(P, method=plan.method, tolerance=plan.tolerance)
-    sigma = result.sigma.double()
+def map_spectrum(P: Tensor, plan: Plan, logit_sd: float, *, audited: bool = False) -> HeadSpectrum:
+    """Curves and scalars of one dense map ``(n, m)``; an audited one is decomposed by float64 SVD too."""
+    result = decompose(P, method=plan.method, tolerance=plan.tolerance, audit=[0] if audited else [])
+    sigma = result.sigma
     n, m = P.shape
     numbers = {name: float(value) for name, value in scalars(sigma, n=n, m=m).items()}
+    if plan.points is None:
+        numbers |= {name: value / min(n, m) for name, value in numbers.items() if is_rank(name)}
+    if not METHODS[result.method].resolves_numerical_rank:
+        numbers["numerical_rank"] = math.nan
     numbers["logit_sd"] = logit_sd
     numbers["sink_share"] = float(P.sum(dim=0).max()) / n
     curves = {
         "nuclear_fraction": on_axis(nuclear_curve(sigma).numpy(), plan.points),
         "energy_fraction": on_axis(energy_curve(sigma).numpy(), plan.points),
     }
-    return HeadSpectrum(curves, numbers, result.notes())
+    notes = {
+        "retries": float(result.retries),
+        "refined": float(result.refined),
+        "residual_max": result.residual,
+        "audited": float(result.audited),
+        "audit_error_max": result.audit_error,
+    }
+    return HeadSpectrum(curves, numbers, notes)
+
+
+def is_rank(name: str) -> bool:
+    """Whether a scalar counts directions, so that sentences of several lengths need it relative to their own.
+
+    Example:
+        >>> is_rank("nuclear_rank_90_deflated"), is_rank("sigma_ratio")
+        (True, False)
+    """
+    return "rank" in name or name.startswith("participation_ratio")
 
 
 def on_axis(curve: NDArray[np.float64], points: int | None) -> NDArray[np.float64]:

@@ -18,9 +18,9 @@ from rankscope.spectrum.dataset import FILE_NAME, TRAINED, build, save
 from rankscope.spectrum.intervals import mean_interval
 from rankscope.spectrum.job import SENTENCE_GRID, Plan
 from rankscope.spectrum.nulls import NULLS, choose_nulls
-from rankscope.spectrum.parts import PART_WINDOWS, Part, RunFolder, gap
+from rankscope.spectrum.parts import PART_WINDOWS, Part, RunFolder, gap, window_hash
 from rankscope.spectrum.runner import Runner
-from rankscope.windows import Window, WindowCounter, packed_windows, sentence_windows
+from rankscope.windows import Window, packed_windows, sentence_windows
 
 PACKINGS = ("packed", "sentence")
 LEAST_WINDOWS_TO_STOP = 16
@@ -131,9 +131,8 @@ def measure(
         "device": device,
         "seed": seed,
     }
-    counter = WindowCounter()
     make = packed_windows if packing == "packed" else sentence_windows
-    stream = make(corpus, pretrained.tokenizer, n, limit=windows, seed=seed, counter=counter)
+    stream = make(corpus, pretrained.tokenizer, n, limit=windows, seed=seed)
     with tempfile.TemporaryDirectory() as scratch:
         folder = RunFolder(Path(scratch if out is None else out))
         first = next(stream)
@@ -152,8 +151,8 @@ def measure(
             "mask_policy": "padded rows and columns are cut out before the decomposition",
             "special_tokens": "added as the tokenizer does for one sequence, counted towards n",
             "rank_relative_to": "n" if packing == "packed" else "the sentence's own length",
-            "corpus_hash": counter.corpus_hash(),
-            "skipped_text": counter.skipped(),
+            "corpus_hash": stream.corpus_hash,
+            "skipped_text": dict(stream.left_out),
             "half_width": half_width,
             "windows_wanted": windows,
             **facts,
@@ -241,7 +240,7 @@ def tight_enough(series: list[np.ndarray], documents: list[int], half_width: flo
 def check_same_text(part: Part, cell: list[Window]) -> None:
     """Refuse to go on when the corpus no longer gives the windows a finished part was made of."""
     for window in cell:
-        if part.start <= window.index < part.stop and part.hashes[window.index - part.start] != window.hash():
+        if part.start <= window.index < part.stop and part.hashes[window.index - part.start] != window_hash(window):
             raise RankscopeError(
                 f"`out` holds parts of another text: window {window.index} of the corpus has changed since. "
                 "Restore the corpus, or use another --out"
@@ -256,4 +255,3 @@ def check_left_out(left_out: dict[int, str], windows: int, done: int) -> None:
             f"the model gives no finite attention in {len(left_out)} of {done} windows (first: window {window}, {why}); "
             f"at most {LEFT_OUT_SHARE:.0%} may be left out: check the weights, or try --dtype float32"
         )
-

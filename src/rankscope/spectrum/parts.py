@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from safetensors.numpy import save_file
 
 from rankscope._errors import RankscopeError
 from rankscope.spectrum.accumulate import Moments
+from rankscope.windows import Window
 
 PART_WINDOWS = 4
 # May differ between a run and its continuation: they do not change any window's values.
@@ -87,7 +89,9 @@ class RunFolder:
                 if name not in FREE_SETTINGS and before.get(name) != settings.get(name)
             ]
             if isinstance(before.get("windows"), int) and int(str(settings["windows"])) < before["windows"]:
-                differences.append(f"windows is {settings['windows']}, there it is {before['windows']} (it may only grow)")
+                differences.append(
+                    f"windows is {settings['windows']}, there it is {before['windows']} (it may only grow)"
+                )
             if differences:
                 raise RankscopeError(
                     f"`out` {str(self.path)!r} holds a run with other settings: {'; '.join(differences)}. "
@@ -190,6 +194,25 @@ def gap(start: int, stop: int, finished: list[tuple[int, int]]) -> tuple[int, in
     """
     missing = set(range(start, stop)).difference(*(range(a, b) for a, b in finished))
     return (min(missing), max(missing) + 1) if missing else None
+
+
+def add_notes(total: dict[str, float], more: dict[str, float]) -> None:
+    """Add counters into a running total; a name that ends in ``_max`` keeps the larger.
+
+    Example:
+        >>> total = {"retries": 1.0, "error_max": 0.5}
+        >>> add_notes(total, {"retries": 2.0, "error_max": 0.1})
+        >>> total
+        {'retries': 3.0, 'error_max': 0.5}
+    """
+    for name, value in more.items():
+        before = total.get(name, 0.0)
+        total[name] = max(before, value) if name.endswith("_max") else before + value
+
+
+def window_hash(window: Window) -> str:
+    """Hash a window's token ids: by it a continued run knows its text again."""
+    return sha256(f"{window.input_ids}".encode()).hexdigest()[:16]
 
 
 def write_whole(path: Path, content: bytes) -> None:

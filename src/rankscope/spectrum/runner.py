@@ -1,6 +1,7 @@
 """Windows through the model, heads to the pool, spectra into parts."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 
 import numpy as np
@@ -16,10 +17,11 @@ from rankscope.spectrum.dataset import TRAINED, LayerInfo
 from rankscope.spectrum.heads import heads_of
 from rankscope.spectrum.job import HeadSpectrum, Place, Plan, head_spectra
 from rankscope.spectrum.nulls import NULLS, generator_for
-from rankscope.spectrum.parts import Part
+from rankscope.spectrum.parts import Part, add_notes, window_hash
 from rankscope.windows import Window, random_token_window
 
-HeadResult = tuple[float, dict[str, HeadSpectrum]]
+# By baseline, window and place.
+Found = dict[str, dict[int, dict[Place, HeadSpectrum]]]
 
 
 class Runner:
@@ -126,7 +128,7 @@ class Runner:
     def measure_part(self, windows: list[Window]) -> Part:
         """Measure a few windows and their nulls."""
         with_nulls = [window for window in windows if window.index < self.null_windows]
-        found: dict[str, dict[int, list[list[dict[str, HeadSpectrum]]]]] = {}
+        found: Found = {}
         left_out: dict[int, str] = {}
         started = self.submit(self.pretrained.model, windows, lambda w: (TRAINED, *self.nulls_of("trained", w)), None)
         deviations = self.collect(started, found, left_out)
@@ -160,9 +162,9 @@ class Runner:
         windows: list[Window],
         names: Callable[[Window], tuple[str, ...]],
         deviations: dict[Place, float] | None,
-    ) -> list[tuple[Place, object]]:
+    ) -> list[tuple[Place, Future]]:
         """Run forwards and hand each head to the pool as its layer runs; the pool holds back the forward."""
-        started: list[tuple[Place, object]] = []
+        started: list[tuple[Place, Future]] = []
         for at in range(0, len(windows), self.batch_size):
             batch = windows[at : at + self.batch_size]
             inputs, valid = self.inputs(batch)
@@ -176,7 +178,7 @@ class Runner:
                 for row, window in enumerate(batch):
                     taken = heads_of(call, row, valid[row], self.chosen_heads, fallback_width=self.head_width())
                     for number, head in taken:
-                        place = Place(window.index, self.position[layer], number)
+                        place = Place(window.index, layer, number)
                         known = None if deviations is None else deviations.get(place)
                         job = self.pool.submit(head_spectra, head, place, names(window), self.plan, known)
                         started.append((place, job))
@@ -190,12 +192,9 @@ class Runner:
         return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
     def collect(
-        self,
-        started: list[tuple[Place, object]],
-        found: dict[str, dict[int, list[list[dict[str, HeadSpectrum]]]]],
-        left_out: dict[int, str],
+        self, started: list[tuple[Place, Future]], found: Found, left_out: dict[int, str]
     ) -> dict[Place, float]:
-        """Wait for the pool and sort results by baseline, window and layer; return the heads' deviations."""
+        """Wait for the pool, sort results by baseline and window, and return the heads' deviations."""
         deviations = {}
         for place, job in started:
             result = job.result()
@@ -204,45 +203,39 @@ class Runner:
                 continue
             deviations[place], spectra = result
             for name, spectrum in spectra.items():
-                found.setdefault(name, {}).setdefault(place.window, {}).setdefault(place.layer, {})[place.head] = spectrum
+                found.setdefault(name, {}).setdefault(place.window, {})[place] = spectrum
         return deviations
 
-    def assemble(self, windows: list[Window], found: dict, left_out: dict[int, str]) -> Part:
+    def assemble(self, windows: list[Window], found: Found, left_out: dict[int, str]) -> Part:
         """Turn per-head results into the arrays of a part."""
-        heads = max(layer.heads for layer in self.layers)
-        scalars: dict[str, dict[str, np.ndarray]] = {}
-        curves: dict[str, dict[str, Moments]] = {}
-        notes: dict[str, float] = {}
-        measured: dict[str, list[int]] = {}
-        for baseline, by_window in found.items():
-            kept = sorted(window for window in by_window if window not in left_out)
-            measured[baseline] = kept
-            for at, window in enumerate(kept):
-                curve_sheets: dict[str, np.ndarray] = {}
-                for layer, by_head in by_window[window].items():
-                    for head, spectrum in by_head.items():
-                        for name, number in spectrum.scalars.items():
-                            sheet = scalars.setdefault(baseline, {}).setdefault(
-                                name, np.full((len(kept), len(self.layers), heads), np.nan)
-                            )
-                            sheet[at, layer, head] = number
-                        for name, curve in spectrum.curves.items():
-                            sheet = curve_sheets.setdefault(name, np.full((len(self.layers), heads, len(curve)), np.nan))
-                            sheet[layer, head] = curve
-                        for name, value in spectrum.notes.items():
-                            before = notes.get(name, 0.0)
-                            notes[name] = max(before, value) if name.endswith("_max") else before + value
-                for name, sheet in curve_sheets.items():
-                    known = curves.setdefault(baseline, {}).get(name, Moments())
-                    curves[baseline][name] = known.merge(Moments.of(sheet))
-        return Part(
+        shape = (len(self.layers), max(layer.heads for layer in self.layers))
+        part = Part(
             start=windows[0].index,
             stop=windows[-1].index + 1,
-            scalars=scalars,
-            curves=curves,
-            measured=measured,
+            scalars={},
+            curves={},
+            measured={},
             documents=[window.document for window in windows],
-            hashes=[window.hash() for window in windows],
+            hashes=[window_hash(window) for window in windows],
             left_out=left_out,
-            notes=notes,
+            notes={},
         )
+        for baseline, by_window in found.items():
+            kept = sorted(set(by_window) - set(left_out))
+            part.measured[baseline] = kept
+            scalars: dict[str, np.ndarray] = {}
+            curves: dict[str, Moments] = {}
+            for row, window in enumerate(kept):
+                sheets: dict[str, np.ndarray] = {}
+                for place, spectrum in by_window[window].items():
+                    at = (self.position[place.layer], place.head)
+                    for name, number in spectrum.scalars.items():
+                        scalars.setdefault(name, np.full((len(kept), *shape), np.nan))[row][at] = number
+                    for name, curve in spectrum.curves.items():
+                        sheets.setdefault(name, np.full((*shape, len(curve)), np.nan))[at] = curve
+                    add_notes(part.notes, spectrum.notes)
+                for name, sheet in sheets.items():
+                    curves[name] = curves.get(name, Moments()).merge(Moments.of(sheet))
+            if kept:
+                part.scalars[baseline], part.curves[baseline] = scalars, curves
+        return part
