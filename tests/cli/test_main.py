@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_measure import DOCUMENTS, tiny_bert, word_tokenizer
 
 import rankscope
 from rankscope.cli.__main__ import COMMANDS, main
+from tiny_measure import DOCUMENTS, tiny_bert, word_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 import pytest
 import torch
-from reference.heads import logit_deviation_loop, softmax_map_loop
 
 from rankscope.spectrum.heads import Head, logit_deviation
+from reference.heads import logit_deviation_loop, softmax_map_loop
 
 FLOOR = torch.finfo(torch.float32).min
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from tiny_measure import DOCUMENTS, tiny_bert, tiny_causal, tiny_t5, word_tokenizer
 
 import rankscope
 from rankscope._errors import RankscopeError
 from rankscope.spectrum import runner as runner_module
 from rankscope.spectrum.nulls import NULLS
+from tiny_measure import DOCUMENTS, tiny_bert, tiny_causal, tiny_t5, word_tokenizer
 
 SMALL = {"n": 24, "windows": 6, "null_windows": 2, "workers": 2}
 
@@ -151,7 +151,8 @@ import sys
 sys.path.insert(0, {tests!r})
 from tiny_measure import DOCUMENTS, tiny_bert, word_tokenizer
 import rankscope
-rankscope.measure(tiny_bert(), DOCUMENTS, tokenizer=word_tokenizer(), n=24, windows=20, null_windows=8, workers=2, out={out!r})
+options = dict(n=24, windows=20, null_windows=8, workers=2)
+rankscope.measure(tiny_bert(), DOCUMENTS, tokenizer=word_tokenizer(), out={out!r}, **options)
 """
 
 

@@ -101,7 +101,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path)
     folder.save(make_part())
     monkeypatch.setattr(parts_module, "publish", full)
-    with pytest.raises(RankscopeError, match="disk is full.*Finished parts are kept"):
+    with pytest.raises(RankscopeError, match=r"disk is full.*Finished parts are kept"):
         folder.save(make_part(4, 6))
     with pytest.raises(RankscopeError, match="disk is full"):
         write_whole(tmp_path / "x.json", b"{}")

@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -72,7 +72,8 @@ def print_model(console: Console, name: str, dtype: str, device: str) -> bool:
     inputs = {
         key: encoded[key].to(next(pretrained.model.parameters()).device) for key in ("input_ids", "attention_mask")
     }
-    if pretrained.model.config.is_encoder_decoder:
+    config: Any = pretrained.model.config
+    if config.is_encoder_decoder:
         inputs["decoder_input_ids"] = inputs["input_ids"]
     check = self_check(pretrained.model, inputs, find_route(pretrained.model, inputs))
     result = Table(title="Self-check on one batch", show_header=False)

@@ -37,14 +37,20 @@ class Head:
     width: int
 
     @property
-    def n(self) -> int:
-        """Rows of the map: query tokens."""
-        return len(self.query if self.weights is None else self.weights)
+    def device(self) -> torch.device:
+        """Where the head's tensors lie."""
+        seen = self.weights if self.query is None else self.query
+        assert seen is not None
+        return seen.device
 
     @property
-    def m(self) -> int:
-        """Columns of the map: key tokens."""
-        return len(self.key) if self.weights is None else self.weights.shape[1]
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the map: query tokens, key tokens."""
+        if self.weights is not None:
+            return self.weights.shape[0], self.weights.shape[1]
+        assert self.query is not None
+        assert self.key is not None
+        return len(self.query), len(self.key)
 
     def allowed(self) -> Tensor | None:
         """Entries the mask lets through, bool ``(n, m)``; ``None`` when all are."""
@@ -65,6 +71,8 @@ class Head:
         """The head's logits before mask and position bias; from weights alone, their logarithm."""
         if self.weights is not None:
             return self.weights.float().clamp_min(torch.finfo(torch.float32).tiny).log()
+        assert self.query is not None
+        assert self.key is not None
         return self.content_of(self.query, self.key)
 
     def map_of(self, content: Tensor) -> Tensor:
@@ -124,6 +132,9 @@ def heads_of(
             weights = cut(call.weights[row, head]).clone()
             yield head, Head(None, None, 1.0, None, None, None, weights, fallback_width)
         return
+    assert call.query is not None
+    assert call.key is not None
+    assert call.scaling is not None
     bias = call.bias()
     heads = call.query.shape[1]
     groups = heads // call.key.shape[1]

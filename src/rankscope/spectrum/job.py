@@ -106,8 +106,8 @@ def map_spectrum(P: Tensor, plan: Plan, logit_sd: float, *, audited: bool = Fals
     numbers["logit_sd"] = logit_sd
     numbers["sink_share"] = float(P.sum(dim=0).max()) / n
     curves = {
-        "nuclear_fraction": on_axis(nuclear_curve(sigma).numpy(), plan.points),
-        "energy_fraction": on_axis(energy_curve(sigma).numpy(), plan.points),
+        "nuclear_fraction": on_axis(nuclear_curve(sigma).numpy(force=True), plan.points),
+        "energy_fraction": on_axis(energy_curve(sigma).numpy(force=True), plan.points),
     }
     notes = {
         "retries": float(result.retries),

@@ -252,6 +252,6 @@ def check_left_out(left_out: dict[int, str], windows: int, done: int) -> None:
     if left_out and (len(left_out) > LEFT_OUT_SHARE * windows or len(left_out) == done):
         window, why = next(iter(sorted(left_out.items())))
         raise RankscopeError(
-            f"the model gives no finite attention in {len(left_out)} of {done} windows (first: window {window}, {why}); "
-            f"at most {LEFT_OUT_SHARE:.0%} may be left out: check the weights, or try --dtype float32"
+            f"the model gives no finite attention in {len(left_out)} of {done} windows (first: window {window}, "
+            f"{why}); at most {LEFT_OUT_SHARE:.0%} may be left out: check the weights, or try --dtype float32"
         )

@@ -49,8 +49,9 @@ def rescaled(head: Head, deviation: float, generator: torch.Generator) -> Tensor
 
 def gaussian(head: Head, deviation: float, generator: torch.Generator) -> Tensor:
     """Independent standard normal query and key of the head's own width, at the trained deviation."""
-    query = torch.randn(head.n, head.width, generator=generator)
-    key = torch.randn(head.m, head.width, generator=generator)
+    n, m = head.shape
+    query = torch.randn(n, head.width, generator=generator).to(head.device)
+    key = torch.randn(m, head.width, generator=generator).to(head.device)
     return head.map_of(to_deviation(query @ key.mT, head, deviation))
 
 
@@ -141,13 +142,13 @@ def normal_like(tokens: Tensor, generator: torch.Generator) -> Tensor:
     # eigh, not Cholesky: a head whose tokens span fewer than d directions has a singular covariance.
     variance, directions = torch.linalg.eigh(centred.mT @ centred / len(tokens))
     factor = directions * variance.clamp_min(0).sqrt()
-    normal = torch.randn(tokens.shape, generator=generator, dtype=torch.float64)
+    normal = torch.randn(tokens.shape, generator=generator, dtype=torch.float64).to(tokens.device)
     return (mean + normal @ factor.mT).float()
 
 
 def shuffle_allowed(P: Tensor, allowed: Tensor | None, generator: torch.Generator) -> Tensor:
     """Permute the allowed entries of every row independently; disallowed ones stay where they are."""
-    keys = torch.rand(P.shape, generator=generator)
+    keys = torch.rand(P.shape, generator=generator).to(P.device)
     if allowed is None:
         return P.gather(-1, keys.argsort(dim=-1))
     allowed = allowed.expand_as(P)

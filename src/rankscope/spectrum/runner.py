@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,8 +85,9 @@ class Runner:
         met: list[LayerInfo] = []
 
         def note(call: AttentionCall) -> None:
-            shape = call.query.shape if call.weights is None else call.weights.shape
-            met.append(LayerInfo(call.module, call.call, call.kind, call.stack, call.reached, shape[1]))
+            seen = call.weights if call.query is None else call.query
+            assert seen is not None
+            met.append(LayerInfo(call.module, call.call, call.kind, call.stack, call.reached, seen.shape[1]))
 
         run_captured(self.pretrained.model, inputs, note, route=self.route)
         wanted = range(len(met)) if self.chosen_layers is None else self.chosen_layers
@@ -116,7 +119,7 @@ class Runner:
         valid = [None if window.length == longest else mask[row].bool() for row, window in enumerate(windows)]
         device = next(self.pretrained.model.parameters()).device
         inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
-        config = self.pretrained.model.config
+        config: Any = self.pretrained.model.config
         if config.is_encoder_decoder:
             # The decoder reads the same window one place to the right, as in teacher forcing.
             start = config.decoder_start_token_id
@@ -135,7 +138,7 @@ class Runner:
         for forward in ("untrained", "random_tokens"):
             if with_nulls and self.nulls_of(forward, with_nulls[0]):
                 model, fed = self.null_forward(forward, with_nulls)
-                started = self.submit(model, fed, lambda w, forward=forward: self.nulls_of(forward, w), deviations)
+                started = self.submit(model, fed, partial(self.nulls_of, forward), deviations)
                 self.collect(started, found, left_out)
         return self.assemble(windows, found, left_out)
 
@@ -188,7 +191,7 @@ class Runner:
 
     def head_width(self) -> int:
         """The head dimension by the model's configuration, for heads of which only weights are seen."""
-        config = self.pretrained.model.config
+        config: Any = self.pretrained.model.config
         return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
     def collect(
