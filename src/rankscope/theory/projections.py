@@ -22,7 +22,7 @@ from rankscope._registry import Registry
 from rankscope.attention.interface import AttentionCall, capture
 from rankscope.windows import Window
 
-_STEPS = 150
+_STEPS = 100
 _RATE = 0.02
 
 

@@ -1,0 +1,265 @@
+"""The four studies of theory as labelled datasets: what ``rankscope theory`` writes and every picture is made from."""
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import xarray as xr
+
+from rankscope._environment import environment
+from rankscope._errors import RankscopeError
+from rankscope.corpora import open_corpus
+from rankscope.pretrained import Pretrained, load
+from rankscope.theory import cluster_limits, clusters, jl_counts, projections, rank_collapse
+from rankscope.theory.johnson_lindenstrauss import jl_dimension
+from rankscope.windows import Window, packed_windows
+
+#: Settings of the flow by name, Q = K = I and a V each: examples of the theorems they are named after.
+FLOWS = ("boolean", "polytope", "hyperplanes", "polytope_times_space", "collapse")
+
+
+def johnson_lindenstrauss_study(
+    model: str, corpus: str, *, n: int, k: Sequence[int], eps: Sequence[float], draws: int, vectors: int, seed: int
+) -> xr.Dataset:
+    """Count Theorem 1's events on a model's maps, a softmax of noise and the identity; run Theorem 2's construction.
+
+    Args:
+        model: What :func:`rankscope.pretrained.load` takes; its middle attention is used, on one window.
+        corpus: What :func:`rankscope.corpora.open_corpus` takes.
+        n: Tokens.
+        k: Projected lengths; each ε's own :func:`jl_dimension` is added.
+        eps: Allowed errors.
+        draws: Draws of the projection.
+        vectors: Vectors w of each kind for each matrix.
+        seed: Of every draw.
+
+    Returns:
+        ``relative_failure`` and ``additive_failure`` with their intervals ``(matrix, vector, k, eps)``, pooled over
+        heads and vectors; ``bound (k, eps)``; ``relative_error (matrix, vector, k)``; Theorem 2's ``theorem_2_…``
+        ``(delta,)``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    loaded, (window,) = _windows(model, corpus, n, 1, seed)
+    found = projections.collect(loaded.model, [window])
+    module = list(found)[len(found) // 2]
+    heads = found[module]
+    noise = torch.randn(heads.query.shape[1], n, n, generator=generator)
+    matrices = {
+        "model": heads.P(0),
+        "softmax of noise": noise.softmax(-1),
+        "sharp softmax of noise": (4 * noise).softmax(-1),
+        "identity": torch.eye(n)[None],
+    }
+    lengths = sorted({*k, *(jl_dimension(n, e) for e in eps)})
+    kinds = ["values", *jl_counts.VECTORS]
+    shape = (len(matrices), len(kinds), len(lengths), len(eps))
+    rates = {name: np.full(shape, np.nan) for name in ("relative_failure", "additive_failure")}
+    ends = {f"{name}_{end}": np.full(shape, np.nan) for name in rates for end in ("low", "high")}
+    error = np.full(shape[:3], np.nan)
+    for i, P in enumerate(matrices.values()):
+        for j, kind in enumerate(kinds):
+            if kind == "values":
+                # Only the model's own maps have values of their own; other matrices get the same ones.
+                w = heads.value[0, : P.shape[0], :, :vectors]
+            else:
+                w = jl_counts.vectors(kind, P, count=vectors, generator=generator)
+            counts = jl_counts.count_theorem_1(P, w, k=lengths, eps=eps, draws=draws, generator=generator)
+            error[i, j] = counts.relative_error.mean((1, 2))
+            for name, table in (("relative_failure", counts.relative), ("additive_failure", counts.additive)):
+                # The worst of heads and vectors, each a binomial count of its own.
+                worst = table.flatten(2).amax(-1)
+                rates[name][i, j] = worst / draws
+                for a in range(len(lengths)):
+                    for b in range(len(eps)):
+                        interval = jl_counts.binomial_interval(int(worst[a, b]), draws)
+                        ends[f"{name}_low"][i, j, a, b], ends[f"{name}_high"][i, j, a, b] = interval
+    delta = (1.0, 0.3, 0.1, 0.03, 0.01, 0.001, 0.0001)
+    logits = heads.scaling * heads.query[0] @ heads.key[0].mT
+    second = jl_counts.measure_theorem_2(
+        logits, heads.value[0], k=max(k), delta=delta, eps=0.5, draws=20, generator=generator
+    )
+    grid = ("matrix", "vector", "k", "eps")
+    return xr.Dataset(
+        {
+            **{name: (grid, values) for name, values in (rates | ends).items()},
+            "relative_error": (grid[:3], error),
+            "bound": (grid[2:], counts.bound.numpy()),
+            "theorem_2_relative_error": ("delta", second.relative_error.mean(1).numpy()),
+            "theorem_2_missed": ("delta", second.missed.mean(1).numpy()),
+            "theorem_2_query_dependence": ("delta", second.query_dependence.mean(1).numpy()),
+        },
+        coords={"matrix": list(matrices), "vector": kinds, "k": lengths, "eps": list(eps), "delta": list(delta)},
+        attrs=_attributes(
+            "jl",
+            model=model,
+            corpus=corpus,
+            module=module,
+            n=n,
+            draws=draws,
+            vectors=vectors,
+            seed=seed,
+            theorem_2_k=max(k),
+            theorem_2_exact_query_dependence=float(second.exact_query_dependence.mean()),
+        ),
+    )
+
+
+def clusters_study(*, flow: str, n: int, d: int, end: float, frames: int, seed: int) -> xr.Dataset:
+    """Follow tokens to their limit and judge it by every theorem.
+
+    Args:
+        flow: A name of :data:`FLOWS`.
+        n: Tokens.
+        d: Their width; 1 for ``boolean``, 2 or more for ``polytope_times_space``.
+        end: The last time.
+        frames: How many times are kept, from 0 to ``end``.
+        seed: Of the initial tokens and of V where it is drawn.
+
+    Returns:
+        ``tokens (time, token, axis)``, ``P (time, token, other)``, ``sigma (time, index)``, ``rank (time,)`` and
+        ``rank_strict (time,)``; attributes hold the verdicts.
+
+    Raises:
+        RankscopeError: No such flow, or sizes that it can't have.
+    """
+    if flow not in FLOWS:
+        raise RankscopeError(f"`flow` must be one of {', '.join(FLOWS)}, got {flow!r}")
+    if (flow == "boolean") != (d == 1):
+        raise RankscopeError(f"`d` must be 1 for the flow 'boolean' and more for the others, got {d} for {flow!r}")
+    if n < 2 or frames < 2:
+        raise RankscopeError(f"`n` and `frames` must be 2 or more, got {n} and {frames}")
+    generator = torch.Generator().manual_seed(seed)
+    value = {"collapse": -np.eye(d), "polytope_times_space": np.diag([*[1.0] * (d - 1), -0.5])}.get(flow, np.eye(d))
+    if flow == "hyperplanes":
+        value = torch.rand(d, d, generator=generator, dtype=torch.float64).numpy()
+        value /= np.abs(np.linalg.eigvals(value)).max()
+    dynamics = clusters.Dynamics.single(np.eye(d), np.eye(d), value)
+    x0 = clusters.uniform_tokens(n, d, generator=generator)
+    times = [end * i / (frames - 1) for i in range(frames)]
+    rtol, atol = (clusters.RTOL, clusters.ATOL) if n <= 200 else (1e-8, 1e-10)
+    run = clusters.integrate(dynamics, x0, times=times, rescaled=flow != "collapse", rtol=rtol, atol=atol)
+    verdicts = cluster_limits.classify(run)
+    sigma = run.sigma()
+    ranks = [clusters.numerical_rank(row, cluster_limits.RANK_TOLERANCE) for row in sigma]
+    strict = [clusters.numerical_rank(row, n * np.finfo(float).eps) for row in sigma]
+    return xr.Dataset(
+        {
+            "tokens": (("time", "token", "axis"), run.tokens),
+            "P": (("time", "token", "other"), np.stack([run.P(i) for i in range(frames)])),
+            "sigma": (("time", "index"), sigma),
+            "rank": ("time", ranks),
+            "rank_strict": ("time", strict),
+        },
+        coords={"time": times, "index": np.arange(1, n + 1)},
+        attrs=_attributes(
+            "clusters",
+            flow=flow,
+            n=n,
+            d=d,
+            seed=seed,
+            solver=run.solver,
+            evaluations=run.evaluations,
+            form="z = exp(-tV) x" if run.rescaled else "x",
+            rank_tolerance=cluster_limits.RANK_TOLERANCE,
+            tolerance=cluster_limits.TOLERANCE,
+            V=json.dumps(value.tolist()),
+            verdicts=json.dumps({verdict.theorem: str(verdict) for verdict in verdicts}, ensure_ascii=False),
+            leaders=json.dumps(clusters.leaders(run.P(-1)).tolist()),
+        ),
+    )
+
+
+def collapse_study(model: str, corpus: str, *, n: int, windows: int, seed: int) -> xr.Dataset:
+    """Follow tokens' residual to rank one, and P's ranks, along a model's layers with and without their parts.
+
+    Args:
+        model: A BERT-like encoder, as :func:`rankscope.pretrained.load` takes it.
+        corpus: What :func:`rankscope.corpora.open_corpus` takes.
+        n: Tokens a window.
+        windows: How many.
+        seed: Of the windows.
+
+    Returns:
+        ``residual (variant, depth, window)``, ``effective_rank`` and ``energy_rank_90`` of P
+        ``(variant, layer, window, head)``. Variants ``layer i again`` run one layer as often as the model has layers.
+    """
+    loaded, found = _windows(model, corpus, n, windows, seed)
+    ids = torch.tensor([window.input_ids for window in found])
+    runs = {name: rank_collapse.along_depth(loaded.model, ids, parts) for name, parts in rank_collapse.VARIANTS.items()}
+    depth = len(runs["whole"].effective_rank)
+    skip = rank_collapse.VARIANTS["attention, skip"]
+    for layer in (0, depth - 1):
+        again = rank_collapse.along_depth(loaded.model, ids, skip, order=[layer] * depth)
+        runs[f"layer {layer} again"] = again
+    ranks = ("variant", "layer", "window", "head")
+    return xr.Dataset(
+        {
+            "residual": (("variant", "depth", "window"), torch.stack([run.residual for run in runs.values()]).numpy()),
+            "effective_rank": (ranks, torch.stack([run.effective_rank for run in runs.values()]).numpy()),
+            "energy_rank_90": (ranks, torch.stack([run.energy_rank_90 for run in runs.values()]).numpy()),
+        },
+        coords={"variant": list(runs), "depth": np.arange(depth + 1), "layer": np.arange(depth)},
+        attrs=_attributes("collapse", model=model, corpus=corpus, n=n, windows=windows, seed=seed),
+    )
+
+
+def projections_study(
+    model: str, corpus: str, *, n: int, k: Sequence[int], train_windows: int, test_windows: int, seed: int
+) -> xr.Dataset:
+    """Compare projections at equal k on a model's heads, fitted on some windows and judged on others.
+
+    Args:
+        model: A bidirectional encoder, as :func:`rankscope.pretrained.load` takes it.
+        corpus: What :func:`rankscope.corpora.open_corpus` takes.
+        n: Tokens a window.
+        k: Projected lengths.
+        train_windows: Windows to fit on.
+        test_windows: Windows to judge on, two or more.
+        seed: Of windows and draws.
+
+    Returns:
+        ``error (method, layer, k, head)``, ``overlap (layer, k, head)``, ``chance (k,)``.
+    """
+    loaded, windows = _windows(model, corpus, n, train_windows + test_windows, seed)
+    generator = torch.Generator().manual_seed(seed)
+    found = projections.collect(loaded.model, windows)
+    compared = []
+    for heads in found.values():
+        parts = [
+            projections.Heads(heads.query[at], heads.key[at], heads.value[at], heads.scaling)
+            for at in (slice(train_windows), slice(train_windows, None))
+        ]
+        compared.append(projections.compare(*parts, k=k, generator=generator))
+    methods = list(projections.METHODS)
+    error = torch.stack([torch.stack([layer.error[name] for layer in compared]) for name in methods])
+    return xr.Dataset(
+        {
+            "error": (("method", "layer", "k", "head"), error.numpy()),
+            "overlap": (("layer", "k", "head"), torch.stack([layer.overlap for layer in compared]).numpy()),
+            "chance": ("k", compared[0].chance.numpy()),
+        },
+        coords={"method": methods, "layer": np.arange(len(found)), "module": ("layer", list(found)), "k": list(k)},
+        attrs=_attributes(
+            "projections",
+            model=model,
+            corpus=corpus,
+            n=n,
+            train_windows=train_windows,
+            test_windows=test_windows,
+            seed=seed,
+            head_dim=heads.value.shape[-1],
+        ),
+    )
+
+
+def _windows(model: str, corpus: str, n: int, count: int, seed: int) -> tuple[Pretrained, list[Window]]:
+    loaded = load(model)
+    windows = list(packed_windows(open_corpus(corpus), loaded.tokenizer, n, limit=count, seed=seed))
+    if len(windows) < count:
+        raise RankscopeError(f"`corpus` gives {len(windows)} windows of n={n}, {count} are wanted: ask for fewer")
+    return loaded, windows
+
+
+def _attributes(study: str, **settings: object) -> dict[str, object]:
+    return {"study": study, **settings, "environment": json.dumps(environment())}
