@@ -37,7 +37,7 @@ from rankscope.models.projections import LinformerProjections, Projection, Proje
 FORMS = ("textbook", "folded", "absorbed")
 
 # Query rows a block holds, over the batch, and from how many blocks on their saving is worth the cut.
-BLOCK_ROWS = 1024
+BLOCK_ROWS = 768
 MIN_BLOCKS = 8
 # What one entry of a written-out softmax costs, in multiplications of a matrix product.
 SOFTMAX_COST = 40
