@@ -40,6 +40,7 @@ def test_nothing_is_left_after_a_run(name: str) -> None:
     before = fingerprint(model)
     run_captured(model, inputs, lambda call: None)
     assert fingerprint(model) == before
+    assert "eager" not in AttentionInterface._global_mapping, "transformers itself registers none"
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])

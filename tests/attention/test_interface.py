@@ -90,6 +90,13 @@ def test_no_mass_leaks_to_later_tokens_in_float16(name: str) -> None:
         assert call.context_map().triu(1).abs().max() == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_a_fully_masked_row_is_uniform_in_half_precision(dtype: torch.dtype) -> None:
+    """Taken as it is, float16's minimum leaves such a row to its content, future tokens and padding included."""
+    for call in captured(tiny_model("llama").to(dtype), tiny_inputs("llama", padding="left")):
+        torch.testing.assert_close(call.context_map()[1, :, :3], torch.full((4, 3, LENGTH), 1 / LENGTH))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_without_a_map_is_refused_with_the_reason(name: str) -> None:
     model = tiny_model(name)
@@ -276,8 +283,8 @@ def test_inspection_says_how_each_module_is_reached(name: str) -> None:
 
 def test_capture_without_a_route_sees_the_users_own_forward() -> None:
     model, seen = tiny_model("gpt2"), []
-    with capture(model, lambda call: seen.append(call.module)) as session, torch.no_grad():
+    with capture(model, lambda call: seen.append((call.module, call.call))) as session, torch.no_grad():
         model(**tiny_inputs("gpt2"))
         model(**tiny_inputs("gpt2"))
-    assert seen == ["h.0.attn", "h.1.attn"] * 2
+    assert seen == [("h.0.attn", 0), ("h.1.attn", 0)] * 2
     assert session.total == 4

@@ -119,9 +119,9 @@ def find_route(model: nn.Module, inputs: dict[str, Any]) -> Route:
     Raises:
         RankscopeError: An input the forward does not take, or a model that can be reached neither way.
     """
-    check_inputs(model, inputs)
     if reason := no_map_reason(model):
         raise RankscopeError(f"{type(unwrapped(model)).__name__} can't be measured: {reason}")
+    check_inputs(model, inputs)
     modules = attention_modules(model)
     ran: Counter[str] = Counter()
     called: Counter[str] = Counter()
@@ -241,8 +241,8 @@ def run_captured(model: nn.Module, inputs: dict[str, Any], sink: Sink, *, route:
         >>> _ = run_captured(model, {"input_ids": ids}, lambda call: print(call.module, call.reached))
         encoder.layer.0.attention.attn fallback
     """
-    check_inputs(model, inputs)
     route = find_route(model, inputs) if route is None else route
+    check_inputs(model, inputs)
     if route.reached == "routed":
         with capture(model, sink) as session:
             outputs = run_forward(model, inputs)
@@ -285,14 +285,10 @@ def run_forward(model: nn.Module, inputs: dict[str, Any], **options: Any) -> Any
         options["use_cache"] = False
     if options.get("output_attentions") and not takes_any and "output_attentions" not in parameters:
         raise RankscopeError("the model's forward takes no output_attentions")
+    if takes_any or "return_dict" in parameters:
+        options["return_dict"] = True
     with torch.no_grad():
-        return model(
-            **{"return_dict": True, **inputs, **options} if _takes(parameters, "return_dict") else {**inputs, **options}
-        )
-
-
-def _takes(parameters: dict[str, Any], name: str) -> bool:
-    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        return model(**{**inputs, **options})
 
 
 def map_difference(call: AttentionCall, own: Tensor | None) -> float:
