@@ -1,3 +1,5 @@
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -241,23 +243,43 @@ def test_a_matrix_too_large_to_keep_its_buffers_gets_the_same_values(monkeypatch
     assert torch.equal(kept, singular_values(P, method="gram32"))
 
 
-def test_blas_threads_are_one_inside_and_as_before_after():
-    from threadpoolctl import ThreadpoolController
+def in_thread(function):
+    outcome = []
+    thread = threading.Thread(target=lambda: outcome.append(function()))
+    thread.start()
+    thread.join()
+    return outcome[0]
 
-    controller = ThreadpoolController().select(user_api="blas")
 
-    def counts():
-        return [library.num_threads for library in controller.lib_controllers]
+def test_blas_threads_are_one_inside_and_as_before_after_whoever_enters_first():
+    read, write = _lapack._thread_setting()
+    before = read()
 
-    assert counts()
-    with controller.limit(limits=2):
-        before = counts()
+    def inside():
         with _lapack.single_threaded():
-            assert set(counts()) == {1}
-            with _lapack.single_threaded():
-                assert set(counts()) == {1}
-            assert set(counts()) == {1}
-        assert counts() == before
+            return read()
+
+    try:
+        write(2)
+        # From several threads in turn: a setting that obeys only the thread that came first would leave 2.
+        assert [inside(), in_thread(inside), inside(), in_thread(inside), read()] == [1, 1, 1, 1, 2]
+        with _lapack.single_threaded():
+            assert in_thread(inside) == 1
+            assert read() == 1
+        assert read() == 2
+    finally:
+        write(before)
+
+
+def test_the_thread_setting_is_that_of_the_library_whose_pointers_are_called():
+    ThreadpoolController = pytest.importorskip("threadpoolctl").ThreadpoolController
+
+    libraries = ThreadpoolController().select(user_api="blas").lib_controllers
+    ours = [library for library in libraries if "scipy.libs" in library.filepath]
+    if not ours:
+        pytest.skip("scipy does not bring its own BLAS here")
+    with _lapack.single_threaded():
+        assert [library.get_num_threads() for library in ours] == [1]
 
 
 def test_a_signature_of_other_integers_is_not_called():

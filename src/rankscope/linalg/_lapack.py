@@ -12,10 +12,11 @@ matrices here only swaps the triangle: Fortran's lower triangle is the upper one
 import ctypes
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -65,37 +66,55 @@ def _pointer(module: Any, name: str, arguments: int) -> Any:
     return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * arguments)(get_pointer(capsule, signature))
 
 
-class _Threads:
-    """Holds the BLAS libraries' own threads at one while anybody is inside, and puts them back after.
+@cache
+def _thread_setting() -> tuple[Callable[[], int], Callable[[int], None]] | None:
+    """Return how to read and set the thread count of the BLAS behind scipy, or ``None`` where it has no such setting.
 
-    The setting is the whole process's, so entries are counted: the first saves and sets it, the last restores it.
+    The names are looked up through scipy's extension module, so it is the very library whose pointers are called.
+    (``threadpoolctl`` obeys only the first thread that ever set OpenBLAS, and says nothing to the others.)
+    """
+    try:
+        from scipy.linalg import cython_blas
+
+        library = ctypes.CDLL(cython_blas.__file__)
+    except (ImportError, OSError):
+        return None
+    for prefix, suffix in product(("scipy_openblas_", "openblas_"), ("", "64_")):
+        read = getattr(library, f"{prefix}get_num_threads{suffix}", None)
+        write = getattr(library, f"{prefix}set_num_threads{suffix}", None)
+        if read is not None and write is not None:
+            read.restype, read.argtypes = ctypes.c_int, []
+            write.restype, write.argtypes = None, [ctypes.c_int]
+            return read, write
+    return None
+
+
+class _Threads:
+    """Holds the BLAS library's own threads at one while anybody is inside, and puts them back after.
+
+    The setting is the whole process's (of OpenBLAS built on OpenMP, the calling thread's), so entries are counted:
+    the first saves it, each sets it, the last restores it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside = 0
-        self._saved: list[tuple[Any, int]] = []
-        self._libraries: list[Any] | None = None
+        self._saved = 1
 
     def __enter__(self) -> None:
         with self._lock:
             self._inside += 1
-            if self._inside > 1:
-                return
-            if self._libraries is None:
-                from threadpoolctl import ThreadpoolController
-
-                self._libraries = ThreadpoolController().select(user_api="blas").lib_controllers
-            self._saved = [(library, library.get_num_threads()) for library in self._libraries]
-            for library, _ in self._saved:
-                library.set_num_threads(1)
+            if setting := _thread_setting():
+                read, write = setting
+                if self._inside == 1:
+                    self._saved = read()
+                write(1)
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._inside -= 1
-            if not self._inside:
-                for library, threads in self._saved:
-                    library.set_num_threads(threads)
+            if not self._inside and (setting := _thread_setting()):
+                setting[1](self._saved)
 
 
 _threads = _Threads()
