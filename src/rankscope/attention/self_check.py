@@ -19,6 +19,7 @@ HALF_ROW_SUM = 5e-2  # only by fallback: there P itself is rounded
 # Relative RMS between a padded and an unpadded run: the model's own arithmetic at another length, through all layers.
 PADDING = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 PAD = 3
+PADDED_TOKENS = 125
 TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
@@ -149,8 +150,9 @@ def padding_unchecked(model: nn.Module, example: dict[str, Any]) -> str:
 
 
 def _check_padding(model: nn.Module, example: dict[str, Any], route: Route, found: dict[str, Any], bar: float) -> None:
-    # The example gives up its last tokens, so that the padded one is no longer than what the model has just taken.
-    n = example["input_ids"].shape[1] - PAD
+    # The example gives up its last tokens, so that the padded one is no longer than what the model has just taken;
+    # a mask that is lost shows in a short text as in a long one.
+    n = min(example["input_ids"].shape[1] - PAD, PADDED_TOKENS)
     short = {name: given[:, :n] if name in TOKEN_INPUTS else given for name, given in example.items()}
     short["attention_mask"] = torch.ones_like(short["input_ids"])
     reference = _maps(model, short, route, None)
