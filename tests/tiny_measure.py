@@ -1,10 +1,11 @@
 """Tiny random models and texts for tests of what is built on capture."""
 
 import numpy as np
-import tiny_words
 import torch
-from tiny_words import WORDS, bert_config
 from transformers import BertModel, LlamaConfig, LlamaModel, PreTrainedTokenizerFast, T5Config, T5Model
+
+import tiny_words
+from tiny_words import WORDS, bert_config
 
 VOCABULARY = 48
 

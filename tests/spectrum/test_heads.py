@@ -1,7 +1,11 @@
+import math
+
 import pytest
 import torch
 
-from rankscope.spectrum.heads import Head, logit_deviation
+from rankscope.spectrum import heads as heads_module
+from rankscope.spectrum.heads import Head, deviation
+from rankscope.spectrum.nulls import masked_softmax
 from reference.heads import logit_deviation_loop, softmax_map_loop
 
 FLOOR = torch.finfo(torch.float32).min
@@ -27,28 +31,40 @@ def test_context_map_equals_the_loops(masked, softcap, sink):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_logit_deviation_equals_the_loops(masked):
+@pytest.mark.parametrize("strip", [2, 1024])
+def test_deviation_equals_the_loops_in_strips_of_any_height(masked, strip, monkeypatch):
+    monkeypatch.setattr(heads_module, "STRIP", strip)
     query, key, allowed = draw()
-    content = query @ key.T
-    expected = logit_deviation_loop(content, allowed if masked else None)
-    assert logit_deviation(content, allowed if masked else None) == pytest.approx(expected, rel=1e-6)
+    bias = torch.where(allowed, 0.0, FLOOR) if masked else None
+    head = Head(query, key, 0.5, bias, None, None, None, 4)
+    expected = logit_deviation_loop(0.5 * query @ key.T, allowed if masked else None)
+    assert deviation(head, content=True) == pytest.approx(expected, rel=1e-6)
+    assert deviation(head, content=False) == pytest.approx(expected, rel=1e-6)
 
 
-def test_logit_deviation_ignores_a_rows_offset():
+def test_position_bias_counts_for_the_logits_but_not_for_the_content():
     query, key, _ = draw()
-    content = query @ key.T
-    shifted = content + torch.arange(7.0).unsqueeze(1) * 10
-    assert logit_deviation(shifted, None) == pytest.approx(logit_deviation(content, None), rel=1e-5)
+    head = Head(query, key, 0.5, torch.arange(63.0).reshape(7, 9).remainder(5), None, None, None, 4)
+    plain = Head(query, key, 0.5, None, None, None, None, 4)
+    assert deviation(head, content=True) == pytest.approx(deviation(plain, content=True))
+    assert deviation(head, content=False) > 1.2 * deviation(head, content=True)
 
 
-def test_a_row_without_allowed_entries_has_no_deviation():
-    allowed = torch.tensor([[True, True], [False, False]])
-    assert logit_deviation(torch.tensor([[1.0, -1.0], [9.0, 0.0]]), allowed) == pytest.approx(1.0)
+def test_a_rows_offset_is_ignored_and_a_row_without_entries_is_left_out():
+    weights = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]])
+    assert deviation(Head(None, None, 1.0, None, None, None, weights, 4), content=True) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_non_finite_logit_makes_the_deviation_nan():
+    query, key, _ = draw()
+    query[3, 0] = float("inf")
+    assert math.isnan(deviation(Head(query, key, 1.0, None, None, None, None, 4), content=True))
 
 
 def test_weights_alone_give_back_their_map_through_their_logarithm():
     query, key, allowed = draw()
     weights = Head(query, key, 0.5, torch.where(allowed, 0.0, FLOOR), None, None, None, 4).context_map()
     head = Head(None, None, 1.0, None, None, None, weights, 4)
-    torch.testing.assert_close(head.map_of(head.content_logits()), weights, rtol=0, atol=1e-6)
+    back = masked_softmax(head.content_logits(), head.allowed())
+    torch.testing.assert_close(back, weights, rtol=0, atol=1e-6)
     assert torch.equal(head.allowed(), allowed)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from rankscope._errors import RankscopeError
-from rankscope.spectrum.heads import Head, logit_deviation
+from rankscope.spectrum.heads import Head, deviation
 from rankscope.spectrum.nulls import NULLS, choose_nulls, generator_for, normal_like, shuffle_allowed
 
 FLOOR = torch.finfo(torch.float32).min
@@ -20,8 +20,8 @@ def make_head(mask: str = "none", *, scale: float = 1.7, weights: bool = False) 
     return Head(None, None, 1.0, None, None, None, head.context_map(), 8) if weights else head
 
 
-def null_map(name, head, deviation=1.3, window=0):
-    return NULLS[name].context_map(head, deviation, generator_for(0, name, window, 0, 0))
+def null_map(name, head, target=1.3, window=0):
+    return NULLS[name].head(head, target, generator_for(0, name, window, 0, 0)).context_map()
 
 
 @pytest.mark.parametrize("name", NULLS)
@@ -39,8 +39,8 @@ def test_every_null_keeps_the_mask_and_the_row_sums(name, mask):
 @pytest.mark.parametrize("weights", [False, True])
 def test_scaled_nulls_have_exactly_the_wanted_deviation(name, mask, weights):
     head = make_head(mask, weights=weights)
-    P = null_map(name, head, deviation=0.8)
-    assert logit_deviation(P.clamp_min(1e-38).log(), head.allowed()) == pytest.approx(0.8, rel=1e-4)
+    null = head.with_map(null_map(name, head, target=0.8))
+    assert deviation(null, content=True) == pytest.approx(0.8, rel=1e-4)
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "window"])

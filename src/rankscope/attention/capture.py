@@ -66,7 +66,8 @@ def capture(model: nn.Module, sink: Sink) -> Iterator[CaptureSession]:
 
     Args:
         model: A transformers model, or a PEFT model around one; any attention implementation.
-        sink: Called with an :class:`AttentionCall` as each attention module runs, in order.
+        sink: Called with an :class:`AttentionCall` as each attention module runs, in order. A tensor that it
+            returns, ``(b, h, n, d_v)``, is the output that the layer goes on with instead of its own.
 
     Yields:
         The session, which counts calls.
@@ -111,8 +112,10 @@ def observe(model: nn.Module, observer: Observer) -> Iterator[CaptureSession]:
                 call = make_call(path, session.calls[path], module, query, key, value, attention_mask, kw)
                 session.calls[path] += 1
                 session.total += 1
-                observer(call, lambda: eager_weights(eager, module, call, kw))
+                output = observer(call, lambda: eager_weights(eager, module, call, kw))
                 del call
+                if isinstance(output, Tensor):
+                    return output.transpose(1, 2).contiguous(), None
             return eager(module, query, key, value, attention_mask, **kw)
 
         # A forward starts anew whenever the outermost module is entered.

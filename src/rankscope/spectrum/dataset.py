@@ -95,6 +95,8 @@ def build(
         sd = np.stack([curve_or_nan(curves[b], name, curves[TRAINED][name]).sd() for b in baselines])
         dims = ("baseline", "layer", "head", "index")
         variables[name] = (dims, mean.astype(np.float32))
+        if name.endswith(("_low", "_high")):
+            continue
         variables[f"{name}_sd"] = (dims, sd.astype(np.float32))
     for name in rows[TRAINED]:
         values = np.full((len(baselines), len(windows), *rows[TRAINED][name][0].shape[1:]), np.nan)

@@ -1,12 +1,33 @@
 """One head in one window: from what the attention interface hands out to numbers about its context map."""
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rankscope.attention.interface import AttentionCall
+
+ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """A mask in two words.
+
+    Args:
+        is_causal: Whether a query sees no later key.
+        window: How many keys it sees at most, itself included; ``None`` for all. Only with ``is_causal``.
+    """
+
+    is_causal: bool = False
+    window: int | None = None
+
+
+NO_MASK = MaskRule()
+# Rows of logits in hand at a time, so that a deviation needs no n × n matrix.
+STRIP = 1024
 
 
 @dataclass(frozen=True)
@@ -25,6 +46,7 @@ class Head:
         sink: The head's sink logit, or ``None``; rows then sum to less than 1.
         weights: ``(n, m)`` or ``None``.
         width: The head's dimension, for a null that draws query and key.
+        rule: The mask as a rule instead of in ``bias``, for maps that are never written down.
     """
 
     query: Tensor | None
@@ -35,6 +57,7 @@ class Head:
     sink: Tensor | None
     weights: Tensor | None
     width: int
+    rule: MaskRule = NO_MASK
 
     @property
     def device(self) -> torch.device:
@@ -52,66 +75,109 @@ class Head:
         assert self.key is not None
         return len(self.query), len(self.key)
 
-    def allowed(self) -> Tensor | None:
-        """Entries the mask lets through, bool ``(n, m)``; ``None`` when all are."""
+    def allowed(self, rows: slice = ALL) -> Tensor | None:
+        """Entries the mask lets through, bool ``(rows, m)``; ``None`` when all are."""
         if self.weights is not None:
-            positive = self.weights > 0
-            return None if bool(positive.all()) else positive
-        if self.bias is None:
+            open_ = self.weights[rows] > 0
+        elif self.rule.is_causal:
+            n, m = self.shape
+            ahead = torch.arange(m, device=self.device) - torch.arange(n, device=self.device)[rows].unsqueeze(1)
+            open_ = ahead <= 0
+            if self.rule.window is not None:
+                open_ &= ahead > -self.rule.window
+        elif self.bias is None:
             return None
-        open_ = self.bias > torch.finfo(torch.float32).min / 2
+        else:
+            open_ = self.bias[rows] > torch.finfo(torch.float32).min / 2
         return None if bool(open_.all()) else open_
 
-    def content_of(self, query: Tensor, key: Tensor) -> Tensor:
-        """Content logits of any query and key by this head's scaling and cap, float32 ``(n, m)``."""
-        logits = self.scaling * (query.float() @ key.float().mT)
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-
-    def content_logits(self) -> Tensor:
-        """The head's logits before mask and position bias; from weights alone, their logarithm."""
+    def content_logits(self, rows: slice = ALL) -> Tensor:
+        """Logits before mask and position bias, float32 ``(rows, m)``; from weights alone, their logarithm."""
         if self.weights is not None:
-            return self.weights.float().clamp_min(torch.finfo(torch.float32).tiny).log()
+            return self.weights[rows].float().clamp_min(torch.finfo(torch.float32).tiny).log()
         assert self.query is not None
         assert self.key is not None
-        return self.content_of(self.query, self.key)
+        logits = self.scaling * (self.query[rows].float() @ self.key.float().mT)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def map_of(self, content: Tensor) -> Tensor:
-        """The map that given content logits make under this head's mask, bias and sink, float32 ``(n, m)``."""
+    def logits(self, rows: slice = ALL) -> Tensor:
+        """Content logits plus mask and position bias, float32 ``(rows, m)``."""
+        content = self.content_logits(rows)
+        allowed = self.allowed(rows) if self.rule.is_causal else None
+        if allowed is not None:
+            return content.masked_fill(~allowed, torch.finfo(content.dtype).min)
+        return content if self.bias is None else content + self.bias[rows]
+
+    def context_map(self) -> Tensor:
+        """P, float32 ``(n, m)``."""
         if self.weights is not None:
-            allowed = self.allowed()
-            floor = torch.finfo(torch.float32).min
-            return torch.softmax(content if allowed is None else content.masked_fill(~allowed, floor), dim=-1)
-        logits = content if self.bias is None else content + self.bias
+            return self.weights.float()
+        return self.map_of(self.logits())
+
+    def map_of(self, logits: Tensor) -> Tensor:
+        """Softmax of logits beside this head's sink, if it has one."""
         if self.sink is None:
             return torch.softmax(logits, dim=-1)
         column = self.sink.float().reshape(1, 1).expand(len(logits), 1)
         return torch.softmax(torch.cat([logits, column], dim=-1), dim=-1)[:, :-1]
 
-    def context_map(self) -> Tensor:
-        """P, float32 ``(n, m)``."""
-        return self.weights.float() if self.weights is not None else self.map_of(self.content_logits())
+    def with_map(self, P: Tensor) -> "Head":
+        """The head that has P and nothing behind it."""
+        return replace(self, query=None, key=None, bias=None, softcap=None, sink=None, weights=P, rule=NO_MASK)
 
 
-def logit_deviation(content: Tensor, allowed: Tensor | None) -> float:
-    """Root of the mean within-row variance over allowed entries; softmax ignores a row's offset.
+def deviation(head: Head, *, content: bool) -> float:
+    """Root of the mean within-row variance of a head's logits over allowed entries, in strips of rows.
+
+    Softmax ignores a row's offset, so the mean of a row does not count.
+
+    Args:
+        head: The head.
+        content: Of the logits before position bias, rather than of all.
+
+    Returns:
+        The deviation; NaN where a logit is not finite.
+    """
+    total, rows_counted = 0.0, 0
+    n, _ = head.shape
+    for start in range(0, n, STRIP):
+        rows = slice(start, min(start + STRIP, n))
+        allowed = head.allowed(rows)
+        logits = head.content_logits(rows)
+        if not bool(torch.isfinite(logits).all()):
+            return math.nan
+        if not content and head.bias is not None:
+            logits = logits + head.bias[rows]
+        variance = row_variance(logits.double(), allowed)
+        total += float(variance.sum())
+        rows_counted += len(variance)
+    return math.sqrt(total / rows_counted) if rows_counted else 0.0
+
+
+def row_variance(x: Tensor, allowed: Tensor | None) -> Tensor:
+    """Variance of each row over its allowed entries; rows that have none are left out.
 
     Example:
-        >>> round(logit_deviation(torch.tensor([[1.0, -1.0], [5.0, 5.0]]), None), 4)
-        0.7071
+        >>> row_variance(torch.tensor([[1.0, -1.0], [5.0, 5.0]]), None).tolist()
+        [1.0, 0.0]
     """
-    x = content.double()
     if allowed is None:
-        return float(x.var(dim=-1, correction=0).mean().sqrt())
-    count = allowed.sum(dim=-1).clamp_min(1)
-    x = x.masked_fill(~allowed, 0.0)
-    mean = x.sum(dim=-1) / count
-    squares = ((x - mean.unsqueeze(-1)) ** 2).masked_fill(~allowed, 0.0).sum(dim=-1) / count
+        return x.var(dim=-1, correction=0)
     kept = allowed.any(dim=-1)
-    return float(squares[kept].mean().sqrt()) if bool(kept.any()) else 0.0
+    x, allowed = x[kept].masked_fill(~allowed[kept], 0.0), allowed[kept]
+    count = allowed.sum(dim=-1)
+    mean = x.sum(dim=-1) / count
+    return ((x - mean.unsqueeze(-1)) ** 2).masked_fill(~allowed, 0.0).sum(dim=-1) / count
 
 
 def heads_of(
-    call: AttentionCall, row: int, valid: Tensor | None, chosen: Sequence[int] | None, *, fallback_width: int
+    call: AttentionCall,
+    row: int,
+    valid: Tensor | None,
+    chosen: Sequence[int] | None,
+    *,
+    fallback_width: int,
+    rule: MaskRule | None = None,
 ) -> Iterator[tuple[int, Head]]:
     """Take one batch row of a captured call apart into heads, padded rows and columns cut out.
 
@@ -121,6 +187,7 @@ def heads_of(
         valid: bool ``(n,)``, True for real tokens, or ``None`` when all are; rows and columns are the same tokens.
         chosen: Heads to take, or ``None`` for all.
         fallback_width: The head dimension to note where the call brings only weights.
+        rule: The call's mask, read before; the dense mask is then not touched.
     """
 
     def cut(matrix: Tensor) -> Tensor:
@@ -135,7 +202,7 @@ def heads_of(
     assert call.query is not None
     assert call.key is not None
     assert call.scaling is not None
-    bias = call.bias()
+    bias = call.bias() if rule is None else None
     heads = call.query.shape[1]
     groups = heads // call.key.shape[1]
     shared_bias: dict[int, Tensor] = {}
@@ -159,5 +226,6 @@ def heads_of(
                 sink=None if call.sinks is None else call.sinks[head],
                 weights=None,
                 width=query.shape[-1],
+                rule=NO_MASK if rule is None else rule,
             ),
         )

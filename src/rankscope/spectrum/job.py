@@ -4,13 +4,13 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rankscope.linalg.decompose import METHODS, decompose
 from rankscope.linalg.rank import energy_curve, nuclear_curve, scalars
-from rankscope.spectrum.heads import Head, logit_deviation
+from rankscope.spectrum.heads import Head, deviation
+from rankscope.spectrum.matrix_free import MATRIX_FREE, head_bands
 from rankscope.spectrum.nulls import NULLS, generator_for
 
 # A float64 SVD costs about four of the fast ones, so the check takes a few per cent of the time.
@@ -37,16 +37,19 @@ class Plan:
     """What to compute for a head.
 
     Args:
-        method: A name of :data:`rankscope.linalg.decompose.METHODS`, or ``"auto"``.
+        method: A name of :data:`rankscope.linalg.decompose.METHODS`, ``"auto"`` or ``"matrix-free"``.
         tolerance: Largest error of a nuclear fraction that ``auto`` may leave.
+        width: Band width at which matrix-free stops.
         seed: The run's seed.
-        points: Values of the index axis, or ``None`` for the fractions of :data:`SENTENCE_GRID`.
+        index: The numbers of singular values the curves are kept at, or ``None`` for sentences of several
+            lengths, whose curves are kept at the fractions :data:`SENTENCE_GRID`.
     """
 
     method: str
     tolerance: float
+    width: float
     seed: int
-    points: int | None
+    index: NDArray[np.int64] | None
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class HeadSpectrum:
 
 
 def head_spectra(
-    head: Head, place: Place, names: tuple[str, ...], plan: Plan, deviation: float | None
+    head: Head, place: Place, names: tuple[str, ...], plan: Plan, target: float | None
 ) -> tuple[float, dict[str, HeadSpectrum]] | str:
     """Measure a head and the nulls that start from it.
 
@@ -68,46 +71,43 @@ def head_spectra(
         place: Its window, layer and number.
         names: ``"trained"`` and nulls.
         plan: How.
-        deviation: The trained head's content-logit deviation, for nulls of another forward; ``None``
-            to take this head's own.
+        target: The trained head's content-logit deviation, for nulls of another forward; ``None`` to take this
+            head's own.
 
     Returns:
-        The head's own content-logit deviation and a spectrum for each name; or, when its logits are
-        not finite, the reason in words.
+        The head's own content-logit deviation and a spectrum for each name; or, when its logits are not
+        finite, the reason in words.
     """
-    content = head.content_logits()
-    if not bool(torch.isfinite(content).all()):
+    own = deviation(head, content=True)
+    if math.isnan(own):
         return f"layer {place.layer}, head {place.head}: non-finite logits"
-    allowed = head.allowed()
-    own = logit_deviation(content, allowed)
     spectra = {}
     for name in names:
-        if name == "trained":
-            P = head.map_of(content) if head.weights is None else head.context_map()
-            logits = content if head.bias is None else content + head.bias
-        else:
+        measured = head
+        if name != "trained":
             generator = generator_for(plan.seed, name, place.window, place.layer, place.head)
-            P = NULLS[name].context_map(head, own if deviation is None else deviation, generator)
-            logits = P.clamp_min(torch.finfo(torch.float32).tiny).log()
-        spectra[name] = map_spectrum(P, plan, logit_deviation(logits, allowed), audited=place.audited)
+            measured = NULLS[name].head(head, own if target is None else target, generator)
+        spectrum = banded(measured, place, name, plan) if plan.method == MATRIX_FREE else dense(measured, place, plan)
+        spectrum.scalars["logit_sd"] = deviation(measured, content=False)
+        spectra[name] = spectrum
     return own, spectra
 
 
-def map_spectrum(P: Tensor, plan: Plan, logit_sd: float, *, audited: bool = False) -> HeadSpectrum:
-    """Curves and scalars of one dense map ``(n, m)``; an audited one is decomposed by float64 SVD too."""
-    result = decompose(P, method=plan.method, tolerance=plan.tolerance, audit=[0] if audited else [])
+def dense(head: Head, place: Place, plan: Plan) -> HeadSpectrum:
+    """Curves and scalars of a map that is written down; an audited one is decomposed by float64 SVD too."""
+    P = head.context_map()
+    result = decompose(P, method=plan.method, tolerance=plan.tolerance, audit=[0] if place.audited else [])
     sigma = result.sigma
     n, m = P.shape
     numbers = {name: float(value) for name, value in scalars(sigma, n=n, m=m).items()}
-    if plan.points is None:
+    if plan.index is None:
         numbers |= {name: value / min(n, m) for name, value in numbers.items() if is_rank(name)}
     if not METHODS[result.method].resolves_numerical_rank:
         numbers["numerical_rank"] = math.nan
-    numbers["logit_sd"] = logit_sd
     numbers["sink_share"] = float(P.sum(dim=0).max()) / n
     curves = {
-        "nuclear_fraction": on_axis(nuclear_curve(sigma).numpy(force=True), plan.points),
-        "energy_fraction": on_axis(energy_curve(sigma).numpy(force=True), plan.points),
+        "nuclear_fraction": on_axis(nuclear_curve(sigma), plan.index),
+        "energy_fraction": on_axis(energy_curve(sigma), plan.index),
     }
     notes = {
         "retries": float(result.retries),
@@ -117,6 +117,13 @@ def map_spectrum(P: Tensor, plan: Plan, logit_sd: float, *, audited: bool = Fals
         "audit_error_max": result.audit_error,
     }
     return HeadSpectrum(curves, numbers, notes)
+
+
+def banded(head: Head, place: Place, name: str, plan: Plan) -> HeadSpectrum:
+    """Curves with their bands, and the scalars that are known, of a map that is never written down."""
+    generator = generator_for(plan.seed, f"{name}, Lanczos", place.window, place.layer, place.head)
+    curves, numbers, notes = head_bands(head, width=plan.width, generator=generator)
+    return HeadSpectrum({name: on_axis(curve, plan.index) for name, curve in curves.items()}, numbers, notes)
 
 
 def is_rank(name: str) -> bool:
@@ -129,14 +136,16 @@ def is_rank(name: str) -> bool:
     return "rank" in name or name.startswith("participation_ratio")
 
 
-def on_axis(curve: NDArray[np.float64], points: int | None) -> NDArray[np.float64]:
-    """Bring a curve to the run's index axis: padded with its final 1, or resampled at fractions.
+def on_axis(curve: Tensor, index: NDArray[np.int64] | None) -> NDArray[np.float64]:
+    """Bring a curve to the run's axis: read at numbers of values (1 beyond its end), or at fractions.
 
     Example:
-        >>> on_axis(np.array([0.5, 1.0]), 3).tolist()
+        >>> import torch
+        >>> on_axis(torch.tensor([0.5, 1.0]), np.array([1, 2, 3])).tolist()
         [0.5, 1.0, 1.0]
     """
-    if points is None:
-        kept = np.arange(len(curve) + 1) / len(curve)
-        return np.interp(SENTENCE_GRID, kept, np.concatenate([[0.0], curve]))
-    return np.pad(curve, (0, points - len(curve)), constant_values=1.0)
+    values = curve.double().numpy(force=True)
+    if index is None:
+        kept = np.arange(len(values) + 1) / len(values)
+        return np.interp(SENTENCE_GRID, kept, np.concatenate([[0.0], values]))
+    return np.where(index <= len(values), values[np.minimum(index, len(values)) - 1], 1.0)

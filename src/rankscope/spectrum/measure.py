@@ -17,6 +17,7 @@ from rankscope.pretrained import load, max_positions
 from rankscope.spectrum.dataset import FILE_NAME, TRAINED, build, save
 from rankscope.spectrum.intervals import mean_interval
 from rankscope.spectrum.job import SENTENCE_GRID, Plan
+from rankscope.spectrum.matrix_free import MATRIX_FREE, long_index
 from rankscope.spectrum.nulls import NULLS, choose_nulls
 from rankscope.spectrum.parts import PART_WINDOWS, Part, RunFolder, gap, window_hash
 from rankscope.spectrum.runner import Runner
@@ -43,6 +44,7 @@ def measure(
     heads: Sequence[int] | None = None,
     method: str = "auto",
     tolerance: float = 1e-6,
+    width: float = 0.02,
     workers: int | None = None,
     batch_size: int = 1,
     dtype: str = "float32",
@@ -71,8 +73,10 @@ def measure(
         null_windows: On how many of the first windows the nulls are measured.
         layers: Which attentions, by number; default all.
         heads: Which heads of each, by number; default all.
-        method: A method of :data:`rankscope.linalg.decompose.METHODS`, or ``"auto"``.
+        method: A method of :data:`rankscope.linalg.decompose.METHODS`, ``"auto"``, or ``"matrix-free"``, which
+            never writes P down: curves then come with bands ``_low`` and ``_high``.
         tolerance: Largest error of a nuclear fraction that ``auto`` may leave.
+        width: Band width at which ``"matrix-free"`` stops making passes.
         workers: Decompositions at a time; default the machine's cores.
         batch_size: Windows in one forward.
         dtype: The model's dtype; spectra are always taken in float32 or better.
@@ -100,10 +104,10 @@ def measure(
     check_choices(n=n, windows=windows, null_windows=null_windows, batch_size=batch_size, packing=packing)
     if half_width is not None and not 0 < half_width < 1:
         raise RankscopeError(f"`half_width` must lie between 0 and 1, got {half_width}")
-    if method != "auto":
+    if method not in ("auto", MATRIX_FREE):
         METHODS[method]
     workers = workers or os.cpu_count() or 1
-    chosen_nulls = choose_nulls(nulls)
+    chosen_nulls = choose_nulls(nulls, matrix_free=method == MATRIX_FREE)
     pretrained = load(model, dtype=dtype, device=device, tokenizer=tokenizer)
     limit = max_positions(pretrained.model)
     if limit is not None and n > limit:
@@ -125,6 +129,7 @@ def measure(
         "heads": None if heads is None else list(heads),
         "method": method,
         "tolerance": tolerance,
+        "width": width,
         "workers": workers,
         "batch_size": batch_size,
         "dtype": dtype,
@@ -137,7 +142,8 @@ def measure(
         folder = RunFolder(Path(scratch if out is None else out))
         first = next(stream)
         folder.claim(settings)
-        plan = Plan(method, tolerance, seed, n if packing == "packed" else None)
+        index = (long_index(n) if method == MATRIX_FREE else np.arange(1, n + 1)) if packing == "packed" else None
+        plan = Plan(method, tolerance, width, seed, index)
         with Runner(pretrained, chosen_nulls, null_windows, plan, layers, heads, workers, batch_size) as runner:
             facts = runner.inspect(first)
             done = run_parts(folder, runner, chain_first(first, stream), windows, half_width, progress)
@@ -147,6 +153,7 @@ def measure(
             "source": pretrained.source,
             "method": method,
             "tolerance": tolerance,
+            "width": width,
             "nulls_meaning": {name: NULLS[name].meaning for name in chosen_nulls},
             "mask_policy": "padded rows and columns are cut out before the decomposition",
             "special_tokens": "added as the tokenizer does for one sequence, counted towards n",
@@ -161,7 +168,7 @@ def measure(
             folder.load_all(done),
             runner.layers,
             (TRAINED, *chosen_nulls),
-            np.arange(1, n + 1) if packing == "packed" else SENTENCE_GRID,
+            SENTENCE_GRID if index is None else index,
             attributes,
         )
         if out is not None:

@@ -2,12 +2,13 @@
 
 A long tail alone says little: softmax and scale make one out of noise. Each null keeps a head's mask, bias and
 sinks and gives up one thing more, on the same windows as the trained measurement. A null is a row of
-:data:`NULLS`: which forward its heads come from, and how a head becomes the null's context map.
+:data:`NULLS`: which forward its heads come from, and how such a head becomes the null's.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,9 +16,11 @@ from torch import Tensor
 
 from rankscope._errors import RankscopeError
 from rankscope._registry import Registry
-from rankscope.spectrum.heads import Head, logit_deviation
+from rankscope.spectrum.heads import Head, row_variance
+from rankscope.spectrum.heads import deviation as deviation_of
 
 DEFAULT_NULLS = ("untrained_scaled", "gaussian", "shuffled_rows")
+MATRIX_FREE_NULLS = ("untrained_scaled", "gaussian")
 
 
 @dataclass(frozen=True)
@@ -27,35 +30,48 @@ class Null:
     Args:
         forward: Whose heads the null starts from: ``"trained"`` (the measured model on the measured text),
             ``"untrained"`` (fresh weights, same text) or ``"random_tokens"`` (trained weights, random ids).
-        context_map: ``(head, deviation, generator) -> P``; ``deviation`` is the trained head's content-logit
-            deviation in the same window.
+        head: ``(head, deviation, generator) -> head of the null``; ``deviation`` is the trained head's
+            content-logit deviation in the same window.
         meaning: What the null gives up, in words a reader of a report understands.
+        dense: Whether it needs P written down.
     """
 
     forward: str
-    context_map: Callable[[Head, float, torch.Generator], Tensor]
+    head: Callable[[Head, float, torch.Generator], Head]
     meaning: str
+    dense: bool = False
 
 
-def as_is(head: Head, deviation: float, generator: torch.Generator) -> Tensor:
-    """The head's own map: the null lies in the forward it comes from."""
-    return head.context_map()
+def as_is(head: Head, deviation: float, generator: torch.Generator) -> Head:
+    """The head itself: the null lies in the forward it comes from."""
+    return head
 
 
-def rescaled(head: Head, deviation: float, generator: torch.Generator) -> Tensor:
-    """The head's content logits brought to the trained head's deviation."""
-    return head.map_of(to_deviation(head.content_logits(), head, deviation))
+def rescaled(head: Head, deviation: float, generator: torch.Generator) -> Head:
+    """The head with its content logits brought to the trained head's deviation."""
+    own = deviation_of(head, content=True)
+    factor = deviation / own if own > 0 else 1.0
+    if head.weights is None and head.softcap is None:
+        return replace(head, scaling=head.scaling * factor)
+    if head.weights is None:
+        content = factor * head.content_logits()
+        return head.with_map(head.map_of(content if head.bias is None else content + head.bias))
+    return head.with_map(masked_softmax(factor * head.content_logits(), head.allowed()))
 
 
-def gaussian(head: Head, deviation: float, generator: torch.Generator) -> Tensor:
+def gaussian(head: Head, deviation: float, generator: torch.Generator) -> Head:
     """Independent standard normal query and key of the head's own width, at the trained deviation."""
     n, m = head.shape
     query = torch.randn(n, head.width, generator=generator).to(head.device)
     key = torch.randn(m, head.width, generator=generator).to(head.device)
-    return head.map_of(to_deviation(query @ key.mT, head, deviation))
+    if head.weights is not None:
+        noise = query @ key.mT
+        own = math.sqrt(float(row_variance(noise.double(), head.allowed()).mean()))
+        return head.with_map(masked_softmax(noise * (deviation / own), head.allowed()))
+    return rescaled(replace(head, query=query, key=key, scaling=1.0, softcap=None), deviation, generator)
 
 
-def gaussian_moments(head: Head, deviation: float, generator: torch.Generator) -> Tensor:
+def gaussian_moments(head: Head, deviation: float, generator: torch.Generator) -> Head:
     """Normal query and key with the means and covariances that the head's tokens have in this window."""
     if head.query is None or head.key is None:
         raise RankscopeError(
@@ -63,22 +79,21 @@ def gaussian_moments(head: Head, deviation: float, generator: torch.Generator) -
             "(it does not use the attention interface): leave it out of --nulls"
         )
     query = normal_like(head.query, generator)
-    key = normal_like(head.key, generator)
-    return head.map_of(head.content_of(query, key))
+    return replace(head, query=query, key=normal_like(head.key, generator))
 
 
-def shuffled_rows(head: Head, deviation: float, generator: torch.Generator) -> Tensor:
+def shuffled_rows(head: Head, deviation: float, generator: torch.Generator) -> Head:
     """Every row's allowed entries in random order: row histograms kept, alignment between rows gone."""
-    return shuffle_allowed(head.context_map(), head.allowed(), generator)
+    return head.with_map(shuffle_allowed(head.context_map(), head.allowed(), generator))
 
 
-def shuffled_columns(head: Head, deviation: float, generator: torch.Generator) -> Tensor:
+def shuffled_columns(head: Head, deviation: float, generator: torch.Generator) -> Head:
     """Every column's allowed entries in random order, rows brought back to their sums: sinks are kept."""
     P = head.context_map()
     allowed = head.allowed()
     shuffled = shuffle_allowed(P.mT, None if allowed is None else allowed.mT, generator).mT
-    sums = shuffled.sum(dim=-1, keepdim=True)
-    return torch.where(sums > 0, shuffled / sums.clamp_min(torch.finfo(P.dtype).tiny), shuffled) * P.sum(-1, True)
+    sums = shuffled.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(P.dtype).tiny)
+    return head.with_map(shuffled / sums * P.sum(dim=-1, keepdim=True))
 
 
 NULLS: Registry[Null] = Registry(
@@ -92,17 +107,27 @@ NULLS: Registry[Null] = Registry(
         "gaussian_moments": Null(
             "trained", gaussian_moments, "Gaussian query and key with the head's own means and covariances"
         ),
-        "shuffled_rows": Null("trained", shuffled_rows, "the trained map with each row's entries shuffled"),
+        "shuffled_rows": Null("trained", shuffled_rows, "the trained map with each row's entries shuffled", dense=True),
         "shuffled_columns": Null(
-            "trained", shuffled_columns, "the trained map with each column's entries shuffled (column sums kept)"
+            "trained",
+            shuffled_columns,
+            "the trained map with each column's entries shuffled (column sums kept)",
+            dense=True,
         ),
         "random_tokens": Null("random_tokens", as_is, "trained weights fed random tokens"),
     },
 )
 
 
-def choose_nulls(choice: str | Iterable[str] | None) -> tuple[str, ...]:
+def choose_nulls(choice: str | Iterable[str] | None, *, matrix_free: bool = False) -> tuple[str, ...]:
     """Resolve ``--nulls``: ``all``, ``none``, names with commas, a sequence of names, or ``None`` (the default).
+
+    Args:
+        choice: What the user said.
+        matrix_free: Whether P is never written down: nulls that shuffle its entries are then refused.
+
+    Raises:
+        RankscopeError: An unknown name, or a null that needs P.
 
     Example:
         >>> choose_nulls("gaussian,shuffled_rows")
@@ -111,14 +136,17 @@ def choose_nulls(choice: str | Iterable[str] | None) -> tuple[str, ...]:
         ()
     """
     if choice is None:
-        return DEFAULT_NULLS
+        return MATRIX_FREE_NULLS if matrix_free else DEFAULT_NULLS
     names = [part.strip() for part in choice.split(",")] if isinstance(choice, str) else list(choice)
     if names == ["all"]:
-        return tuple(NULLS)
+        return tuple(name for name, null in NULLS.items() if not (matrix_free and null.dense))
     if names in (["none"], [""], []):
         return ()
     for name in names:
-        NULLS[name]  # an unknown name is refused here, with the nearest one
+        if NULLS[name].dense and matrix_free:
+            raise RankscopeError(
+                f"null {name!r} shuffles entries of P, which matrix-free never writes down: leave it out"
+            )
     return tuple(name for name in NULLS if name in names)
 
 
@@ -128,10 +156,10 @@ def generator_for(seed: int, name: str, window: int, layer: int, head: int) -> t
     return torch.Generator().manual_seed(int(words[0]) << 31 ^ int(words[1]))
 
 
-def to_deviation(content: Tensor, head: Head, deviation: float) -> Tensor:
-    """Scale content logits so that their within-row deviation over allowed entries is ``deviation``."""
-    own = logit_deviation(content, head.allowed())
-    return content * (deviation / own) if own > 0 else content
+def masked_softmax(logits: Tensor, allowed: Tensor | None) -> Tensor:
+    """Softmax over allowed entries."""
+    floor = torch.finfo(logits.dtype).min
+    return torch.softmax(logits if allowed is None else logits.masked_fill(~allowed, floor), dim=-1)
 
 
 def normal_like(tokens: Tensor, generator: torch.Generator) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -16,12 +17,15 @@ from rankscope.linalg.workers import SpectrumPool
 from rankscope.pretrained import Pretrained, fresh
 from rankscope.spectrum.accumulate import Moments
 from rankscope.spectrum.dataset import TRAINED, LayerInfo
-from rankscope.spectrum.heads import heads_of
+from rankscope.spectrum.heads import NO_MASK, MaskRule, heads_of
 from rankscope.spectrum.job import HeadSpectrum, Place, Plan, head_spectra
+from rankscope.spectrum.matrix_free import MATRIX_FREE, fused_output, mask_rule
 from rankscope.spectrum.nulls import NULLS, generator_for
 from rankscope.spectrum.parts import Part, add_notes, window_hash
 from rankscope.windows import Window, random_token_window
 
+# Tokens of the first window that the route and the self-check look at.
+CHECKED_TOKENS = 512
 # By baseline, window and place.
 Found = dict[str, dict[int, dict[Place, HeadSpectrum]]]
 
@@ -61,6 +65,7 @@ class Runner:
         self.layers: list[LayerInfo] = []
         self.pool = SpectrumPool(workers)
         self.untrained: nn.Module | None = None
+        self.known_rule: tuple[Tensor | None, MaskRule] | None = None
 
     def __enter__(self) -> "Runner":
         self.pool.__enter__()
@@ -80,7 +85,9 @@ class Runner:
         Raises:
             RankscopeError: The model can't be measured, or a chosen layer or head does not exist.
         """
-        inputs, _ = self.inputs([window])
+        # A part of a long window tells as much, and eager attention can write its map down.
+        short = replace(window, input_ids=window.input_ids[:CHECKED_TOKENS])
+        inputs, _ = self.inputs([short])
         self.route = find_route(self.pretrained.model, inputs)
         met: list[LayerInfo] = []
 
@@ -173,21 +180,37 @@ class Runner:
             inputs, valid = self.inputs(batch)
             layer = -1
 
-            def sink(call: AttentionCall, batch: list[Window] = batch, valid: list[Tensor | None] = valid) -> None:
+            def sink(
+                call: AttentionCall, batch: list[Window] = batch, valid: list[Tensor | None] = valid
+            ) -> Tensor | None:
                 nonlocal layer
                 layer += 1
-                if layer not in self.position:
-                    return
-                for row, window in enumerate(batch):
-                    taken = heads_of(call, row, valid[row], self.chosen_heads, fallback_width=self.head_width())
+                rule = self.rules(call) if self.plan.method == MATRIX_FREE else None
+                for row, window in enumerate(batch if layer in self.position else []):
+                    taken = heads_of(
+                        call, row, valid[row], self.chosen_heads, fallback_width=self.head_width(), rule=rule
+                    )
                     for number, head in taken:
                         place = Place(window.index, layer, number)
                         known = None if deviations is None else deviations.get(place)
                         job = self.pool.submit(head_spectra, head, place, names(window), self.plan, known)
                         started.append((place, job))
+                return None if rule is None else fused_output(call, rule)
 
             run_captured(model, inputs, sink, route=self.route)
         return started
+
+    def rules(self, call: AttentionCall) -> MaskRule:
+        """A call's mask as a rule; layers share masks, so each shape and place in memory is read once a forward."""
+        if call.mask is None and call.position_bias is None:
+            return NO_MASK
+        known = self.known_rule
+        if known is None or known[0] is not call.mask or call.position_bias is not None:
+            bias = call.bias()
+            assert bias is not None
+            known = (call.mask, mask_rule(bias[0, 0]))
+            self.known_rule = known
+        return known[1]
 
     def head_width(self) -> int:
         """The head dimension by the model's configuration, for heads of which only weights are seen."""
