@@ -160,8 +160,8 @@ class _Rounds:
                 yield q, k, forbidden
 
 
-def _own_logits(query: Tensor, key: Tensor, shared: bool) -> Tensor:
-    return query.new_full(query.shape[:-1], OWN_LOGIT) if shared else (query * key).sum(dim=-1)
+def _own_logits(query: Tensor, key: Tensor, shared: bool, scaling: float) -> Tensor:
+    return query.new_full(query.shape[:-1], OWN_LOGIT) if shared else (query * key).sum(dim=-1) * scaling
 
 
 def _normalised(query: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,14 +189,12 @@ class _Group:
         key_order: Tensor,
         chunk: int,
         causal: bool,
-        scaling: float,
     ) -> None:
         dtype, heads = working_dtype(query), query.shape[1]
         self.query = query.flatten(0, 1)[where].to(dtype)
         self.shared = key is None
         self.key = _normalised(self.query)[0] if key is None else key.flatten(0, 1)[where].to(dtype)
         self.value = value.flatten(0, 1)[where].to(dtype)
-        self.scaled = self.query * scaling
         row = torch.arange(where.start, where.stop, device=query.device) // heads
         self.absent = None if absent is None else absent[row]
         orders = query_order[:, where], key_order[:, where]
@@ -219,15 +217,15 @@ def _lsh_attention(
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:-1], dtype=working_dtype(query), device=query.device)
     for where in _heads(query):
-        g = _Group(where, query, key, value, absent, query_order, key_order, chunk, causal, scaling)
+        g = _Group(where, query, key, value, absent, query_order, key_order, chunk, causal)
         rounds = g.rounds
         present = 1.0 if g.absent is None else (~g.absent).to(g.query.dtype)
         state = SoftmaxState(
-            _own_logits(g.scaled, g.key, g.shared), torch.ones_like(g.query[..., 0]) * present, g.value.clone()
+            _own_logits(g.query, g.key, g.shared, scaling), torch.ones_like(g.query[..., 0]) * present, g.value.clone()
         )
         for round_ in range(query_order.shape[0]):
             q_order, k_order = rounds.query_order[round_], rounds.key_order[round_]
-            q = rounds.sort(g.scaled, q_order)
+            q = rounds.sort(g.query, q_order).mul_(scaling)
             k, v = rounds.sort(g.key, k_order), rounds.sort(g.value, k_order)
             part = empty_state(q)
             for rows, columns, forbidden in rounds.tiles(round_, g.most):
@@ -279,19 +277,19 @@ def _lsh_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = [torch.empty(query.shape, dtype=query.dtype, device=query.device) for _ in range(3)]
     for where in _heads(query):
-        g = _Group(where, query, key, value, absent, query_order, key_order, chunk, causal, scaling)
+        g = _Group(where, query, key, value, absent, query_order, key_order, chunk, causal)
         rounds = g.rounds
         grad, out, row_lse = (x.flatten(0, 1)[where].to(g.query.dtype) for x in (grad_output, output, lse))
         delta = (out * grad).sum(dim=-1)
-        own = (_own_logits(g.scaled, g.key, g.shared) - row_lse).exp_()
+        own = (_own_logits(g.query, g.key, g.shared, scaling) - row_lse).exp_()
         grad_value = own[..., None] * grad
         grad_query, grad_key = torch.zeros_like(g.query), torch.zeros_like(g.key)
         if not g.shared:
             slope = (own * ((grad * g.value).sum(dim=-1) - delta))[..., None]
-            grad_query, grad_key = slope * g.key, slope * g.scaled
+            grad_query, grad_key = slope * g.key, slope * g.query * scaling
         for round_ in range(query_order.shape[0]):
             q_order, k_order = rounds.query_order[round_], rounds.key_order[round_]
-            q, grad_s = rounds.sort(g.scaled, q_order), rounds.sort(grad, q_order)
+            q, grad_s = rounds.sort(g.query, q_order).mul_(scaling), rounds.sort(grad, q_order)
             lse_s, delta_s = rounds.sort(row_lse, q_order, torch.inf), rounds.sort(delta, q_order)
             k, v = rounds.sort(g.key, k_order), rounds.sort(g.value, k_order)
             sums = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

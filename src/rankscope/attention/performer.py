@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rankscope._errors import RankscopeError
 from rankscope._masks import check_key_padding_mask
-from rankscope.attention._blocks import SoftmaxState, absorb, budget, empty_state, finish, tile_gradients, working_dtype
+from rankscope.attention._blocks import SoftmaxState, absorb, budget, empty_state, finish, working_dtype
 from rankscope.attention._contract import Mechanism, register
 from rankscope.attention.exact import check_causal, check_shapes
 
@@ -56,9 +56,10 @@ def _tokens(total: int, step: int) -> list[slice]:
 class _Tiles:
     """The two softmaxes of a group of heads, tile by tile along the tokens."""
 
-    def __init__(self, query: Tensor, omega: Tensor) -> None:
-        self.dtype = working_dtype(query)
-        self.omega = omega.to(query.device, self.dtype)
+    def __init__(self, query: Tensor, omega: Tensor, scaling: float) -> None:
+        self.dtype, self.scaling = working_dtype(query), scaling
+        # The root of the scaling goes onto the directions, so that queries and keys need no copy.
+        self.omega = omega.to(query.device, self.dtype) * scaling**0.5
         self.heads = query.shape[0] * query.shape[1]
         limit = budget(query.device).logits
         self.step = max(64, limit // (omega.shape[0] * self.heads))
@@ -66,15 +67,15 @@ class _Tiles:
 
     def read_logits(self, key: Tensor, absent: Tensor | None) -> Tensor:
         """``(g, m, t)``: what each feature thinks of each key."""
-        logits = self.omega @ key.mT - (key.square().sum(dim=-1) / 2)[:, None]
+        logits = self.omega @ key.mT - (key.square().sum(dim=-1) * (self.scaling / 2))[:, None]
         return logits if absent is None else logits.masked_fill_(absent[:, None], -torch.inf)
 
 
 @torch.library.custom_op("rankscope::feature_attention", mutates_args=())
 def _feature_attention(
-    query: Tensor, key: Tensor, value: Tensor, omega: Tensor, absent: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, omega: Tensor, absent: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tiles = _Tiles(query, omega)
+    tiles = _Tiles(query, omega, scaling)
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))
     gone = None if absent is None else absent.repeat_interleave(query.shape[1], dim=0)
     m = omega.shape[0]
@@ -99,7 +100,7 @@ def _feature_attention(
 
 @_feature_attention.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, omega: Tensor, absent: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, omega: Tensor, absent: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, heads, n, _ = query.shape
     m, width, dtype = omega.shape[0], value.shape[-1], working_dtype(query)
@@ -123,8 +124,9 @@ def _feature_attention_backward(
     lse: Tensor,
     read: Tensor,
     read_lse: Tensor,
+    scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tiles = _Tiles(query, omega)
+    tiles = _Tiles(query, omega, scaling)
     q, k, v, grad, out, row_lse = (x.flatten(0, 1) for x in (query, key, value, grad_output, output, lse))
     gone = None if absent is None else absent.repeat_interleave(query.shape[1], dim=0)
     grad_query, grad_key, grad_value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -143,12 +145,11 @@ def _feature_attention_backward(
     for t in _tokens(k.shape[1], tiles.step):
         k_t, v_t = k[:, t].to(tiles.dtype), v[:, t].to(tiles.dtype)
         logits = tiles.read_logits(k_t, None if gone is None else gone[:, t])
-        omega_rows = tiles.omega.expand(k.shape[0], -1, -1)
-        added = tile_gradients(logits, omega_rows, k_t, v_t, read_lse, grad_read, delta)
-        # tile_gradients overwrote `logits` with P; dA summed over the features multiplies -k.
-        weight = ((v_t @ grad_read.mT).mT.sub(delta[..., None]) * logits).sum(dim=1)
-        grad_key[:, t] = (added.key - weight[..., None] * k_t).to(key.dtype)
-        grad_value[:, t] = added.value.to(value.dtype)
+        P = logits.sub_(read_lse[..., None]).exp_()
+        grad_value[:, t] = (P.mT @ grad_read).to(value.dtype)
+        grad_logits = (grad_read @ v_t.mT).sub_(delta[..., None]).mul_(P)
+        grad_k = grad_logits.mT @ tiles.omega
+        grad_key[:, t] = grad_k.sub_(grad_logits.sum(dim=1)[..., None] * (scaling * k_t)).to(key.dtype)
     lead = query.shape[:2]
     return grad_query.unflatten(0, lead), grad_key.unflatten(0, lead), grad_value.unflatten(0, lead)
 
@@ -165,17 +166,19 @@ def _(
     lse: Tensor,
     read: Tensor,
     read_lse: Tensor,
+    scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs, *output)
+    *tensors, ctx.scaling = inputs
+    ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _differentiate(ctx, grad_output, *_unused):  # type: ignore[no-untyped-def]
-    return *_feature_attention_backward(grad_output, *ctx.saved_tensors), None, None
+    return *_feature_attention_backward(grad_output, *ctx.saved_tensors, ctx.scaling), None, None, None
 
 
 _feature_attention.register_autograd(_differentiate, setup_context=_save)
@@ -264,11 +267,10 @@ def performer_attention(
     if key_padding_mask is not None:
         padded = key_padding_mask[:, None, :, None]
         key, value = key.masked_fill(padded, 0), value.masked_fill(padded, 0)
-    root = scaling**0.5
     if not is_causal:
-        return _feature_attention(query * root, key * root, value, omega.detach(), key_padding_mask)[0]
+        return _feature_attention(query, key, value, omega.detach(), key_padding_mask, scaling)[0]
     check_causal(query.shape[-2], key.shape[-2])
-    dtype = working_dtype(query)
+    dtype, root = working_dtype(query), scaling**0.5
     q, k, v = query.to(dtype) * root, key.to(dtype) * root, value.to(dtype)
     return _causal(q, k, v, omega.detach().to(q), key_padding_mask).to(query.dtype)
 
