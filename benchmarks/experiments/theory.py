@@ -68,7 +68,7 @@ def jl() -> dict:
             str(k): {"relative_error": float(error.mean()), "missed": int(missed.sum()), "of": 8 * 200}
             for k, error, missed in zip(counts.k, counts.relative_error, counts.relative, strict=True)
         },
-        "counts": ds.drop_vars(["delta"]).to_dict(),
+        "counts": ds.to_dict(),
     }
 
 
@@ -142,7 +142,7 @@ def collapse() -> dict:
 
 def projections() -> dict:
     ds = studies.projections_study(
-        "minilm", "pydoc", n=256, k=(16, 32, 64, 128), train_windows=12, test_windows=3, seed=0
+        "minilm", "pydoc", n=256, k=(16, 32, 64, 128), train_windows=24, test_windows=3, seed=0
     )
     draw(ds)
     return {

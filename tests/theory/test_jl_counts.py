@@ -118,6 +118,7 @@ def test_theorem_2_agrees_with_its_loops():
     assert found.query_dependence.item() == pytest.approx(spread)
     limit = 0.5 * P.norm(dim=1).numpy() * value[0].norm().item()
     assert found.missed.item() == pytest.approx((np.linalg.norm(output - exact, axis=1) > limit).mean())
+    assert found.missed_by_zero.item() == pytest.approx((np.linalg.norm(exact, axis=1) > limit).mean())
 
 
 def test_theorem_2_loses_the_query_as_delta_falls_and_gains_no_accuracy():

@@ -69,7 +69,7 @@ def test_own_subspaces_keep_more_of_P_than_a_fixed_one():
 def test_fitting_helps_on_windows_it_did_not_see(comparison):
     learned, mean = comparison.error["learned"], comparison.error["mean_pooling"]
     assert (learned[1:3] < mean[1:3]).all()
-    assert (learned[2] < 0.8 * mean[2]).all()
+    assert (learned[2] < 0.9 * mean[2]).all()
 
 
 def test_overlap_is_one_for_equal_windows_and_near_chance_for_unrelated_ones(comparison):
@@ -113,3 +113,11 @@ def test_mistakes_are_refused():
         compare(heads(2), heads(1), k=[2], generator=generator())
     with pytest.raises(RankscopeError, match="did you mean 'gaussian'"):
         compare(heads(2), heads(2), k=[2], generator=generator(), methods=["gausian"])
+
+
+def test_a_fit_that_only_learns_by_heart_falls_back_to_mean_pooling():
+    # Unrelated windows have nothing in common to learn: without the windows held out, the fit would do harm.
+    source = generator(7)
+    train, test = (Heads(*torch.randn(3, windows, 2, 24, 4, generator=source), 0.5) for windows in (8, 6))
+    error = compare(train, test, k=[12], generator=generator(), methods=["learned", "mean_pooling"]).error
+    assert (error["learned"] < 1.05 * error["mean_pooling"]).all()

@@ -91,7 +91,7 @@ def projections(
     corpus: Corpus = "pydoc",
     n: Annotated[int, typer.Option(help="Tokens a window.")] = 256,
     k: Annotated[str, typer.Option(help="Projected lengths.")] = "16,32,64,128",
-    train_windows: Annotated[int, typer.Option(help="Windows to fit projections on.")] = 12,
+    train_windows: Annotated[int, typer.Option(help="Windows to fit projections on.")] = 24,
     test_windows: Annotated[int, typer.Option(help="Other windows to judge them on, two or more.")] = 3,
     seed: Seed = 0,
 ) -> None:

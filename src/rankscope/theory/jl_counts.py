@@ -60,6 +60,7 @@ class Theorem2Errors:
         draws: Draws of R behind each number.
         relative_error: Mean of ``‖output − PV‖ / ‖PV‖`` (Frobenius), ``(delta, h)``.
         missed: Share of draws and rows that miss ``‖output_i − (PV)_i‖ ≤ ε‖P_i‖‖V‖``, ``(delta, h)``.
+        missed_by_zero: Share of rows that an output of nothing but zeros misses, ``(h,)``: how much the event asks.
         query_dependence: Mean of ``‖output − its mean over queries‖ / ‖output‖``, ``(delta, h)``.
         exact_query_dependence: The same of PV itself, ``(h,)``.
     """
@@ -68,6 +69,7 @@ class Theorem2Errors:
     draws: int
     relative_error: Float[Tensor, "delta h"]
     missed: Float[Tensor, "delta h"]
+    missed_by_zero: Float[Tensor, "h"]
     query_dependence: Float[Tensor, "delta h"]
     exact_query_dependence: Float[Tensor, "h"]
 
@@ -195,7 +197,10 @@ def measure_theorem_2(
             sums[1, i] += (error.norm(dim=2) > allowed).double().mean(-1).cpu()
             sums[2, i] += _query_dependence(output).double().cpu()
     error, missed, dependence = sums / draws
-    return Theorem2Errors(tuple(delta), draws, error, missed, dependence, _query_dependence(exact).double().cpu())
+    by_zero = (exact.norm(dim=2) > allowed).double().mean(-1).cpu()
+    return Theorem2Errors(
+        tuple(delta), draws, error, missed, by_zero, dependence, _query_dependence(exact).double().cpu()
+    )
 
 
 def vectors(

@@ -77,7 +77,7 @@ def johnson_lindenstrauss_study(
     delta = (1.0, 0.3, 0.1, 0.03, 0.01, 0.001, 0.0001)
     logits = heads.scaling * heads.query[0] @ heads.key[0].mT
     second = jl_counts.measure_theorem_2(
-        logits, heads.value[0], k=max(k), delta=delta, eps=0.5, draws=20, generator=generator
+        logits, heads.value[0], k=jl_dimension(n, 0.5), delta=delta, eps=0.5, draws=20, generator=generator
     )
     grid = ("matrix", "vector", "k", "eps")
     return xr.Dataset(
@@ -99,7 +99,8 @@ def johnson_lindenstrauss_study(
             draws=draws,
             vectors=vectors,
             seed=seed,
-            theorem_2_k=max(k),
+            theorem_2_k=jl_dimension(n, 0.5),
+            theorem_2_missed_by_zero=float(second.missed_by_zero.mean()),
             theorem_2_exact_query_dependence=float(second.exact_query_dependence.mean()),
         ),
     )
