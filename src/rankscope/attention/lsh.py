@@ -100,7 +100,7 @@ def _rank_order(bucket: Tensor, absent: Tensor | None) -> Tensor:
     code = bucket * n + torch.arange(n, device=bucket.device)
     if absent is not None:
         code = code + absent * (code.amax() + 1)
-    return code.argsort(dim=-1)
+    return code.argsort(dim=-1).to(torch.int32)
 
 
 class _Rounds:
@@ -123,8 +123,11 @@ class _Rounds:
 
     def sort(self, x: Tensor, order: Tensor, fill: float = 0) -> Tensor:
         """``(g, n, *)`` to ``(g, chunks, chunk, *)`` in that order, ``fill`` after n."""
+        moved = x.flatten(0, 1).index_select(0, (order + self.offset).flatten()).view(x.shape)
+        if self.chunks * self.chunk == self.n:
+            return moved.unflatten(1, (self.chunks, self.chunk))
         sorted_ = x.new_full((self.group, self.chunks * self.chunk, *x.shape[2:]), fill)
-        sorted_[:, : self.n] = x.flatten(0, 1).index_select(0, (order + self.offset).flatten()).view(x.shape)
+        sorted_[:, : self.n] = moved
         return sorted_.unflatten(1, (self.chunks, self.chunk))
 
     def unsort(self, x: Tensor, order: Tensor) -> Tensor:
@@ -197,9 +200,23 @@ class _Group:
         self.value = value.flatten(0, 1)[where].to(dtype)
         row = torch.arange(where.start, where.stop, device=query.device) // heads
         self.absent = None if absent is None else absent[row]
-        orders = query_order[:, where], key_order[:, where]
+        orders = query_order[:, where].long(), key_order[:, where].long()
         self.rounds = _Rounds((orders[0], orders[0]) if self.shared else orders, self.absent, chunk, causal)
-        self.most = budget(query.device).logits
+        self.most = budget(query.device).logits // 2
+
+
+def _round_sums(g: _Group, round_: int, scaling: float) -> list[Tensor]:
+    """Peak, total and weighted values of one round in the tokens' own order; its sorted copies end with the call."""
+    rounds = g.rounds
+    q_order, k_order = rounds.query_order[round_], rounds.key_order[round_]
+    q = rounds.sort(g.query, q_order).mul_(scaling)
+    k, v = rounds.sort(g.key, k_order), rounds.sort(g.value, k_order)
+    part = empty_state(q)
+    for rows, columns, forbidden in rounds.tiles(round_, g.most):
+        logits = (q[:, rows] @ k[:, columns].mT).masked_fill_(forbidden, -torch.inf)
+        absorb(SoftmaxState(*(x[:, rows] for x in part)), logits, v[:, columns])
+    del q, k, v
+    return [rounds.unsort(x, q_order) for x in part]
 
 
 @torch.library.custom_op("rankscope::lsh_attention", mutates_args=())
@@ -218,28 +235,22 @@ def _lsh_attention(
     lse = torch.empty(query.shape[:-1], dtype=working_dtype(query), device=query.device)
     for where in _heads(query):
         g = _Group(where, query, key, value, absent, query_order, key_order, chunk, causal)
-        rounds = g.rounds
         present = 1.0 if g.absent is None else (~g.absent).to(g.query.dtype)
         state = SoftmaxState(
             _own_logits(g.query, g.key, g.shared, scaling), torch.ones_like(g.query[..., 0]) * present, g.value.clone()
         )
         for round_ in range(query_order.shape[0]):
-            q_order, k_order = rounds.query_order[round_], rounds.key_order[round_]
-            q = rounds.sort(g.query, q_order).mul_(scaling)
-            k, v = rounds.sort(g.key, k_order), rounds.sort(g.value, k_order)
-            part = empty_state(q)
-            for rows, columns, forbidden in rounds.tiles(round_, g.most):
-                logits = (q[:, rows] @ k[:, columns].mT).masked_fill_(forbidden, -torch.inf)
-                absorb(SoftmaxState(*(x[:, rows] for x in part)), logits, v[:, columns])
-            peak, total, weighted = (rounds.unsort(x, q_order) for x in part)
+            peak, total, weighted = _round_sums(g, round_, scaling)
             both = torch.maximum(state.peak, peak)
             old, new = (state.peak - both).exp_(), (peak - both).exp_()
             state.output.mul_(old[..., None]).add_(weighted.mul_(new[..., None]))
             state.total.mul_(old).add_(total.mul_(new))
             state.peak.copy_(both)
+            del weighted
         result, row_lse = finish(state)
         output.flatten(0, 1)[where] = result.to(output.dtype)
         lse.flatten(0, 1)[where] = row_lse
+        del g, state, result  # else they would stay until the next group has made its own
     return output, lse
 
 
@@ -404,7 +415,7 @@ def lsh_attention(
         return _rank_order(hash_buckets(x.detach().flatten(0, 1), rotations), gone)
 
     query_order = order(query)
-    key_order = query_order.clone() if key is None else order(key)
+    key_order = query_order if key is None else order(key)
     output = _lsh_attention(query, key, value, key_padding_mask, query_order, key_order, chunk, is_causal, scaling)[0]
     return output if key_padding_mask is None else output.masked_fill(padded, 0)
 
