@@ -244,7 +244,7 @@ At k = {k[0]} they share {overlap["mean"][0]:.3f} where chance gives {overlap["c
 {learned[at]:.3f} (200 Adam steps from mean pooling, per head, in an otherwise unchanged model, the best iterate on
 windows held out). So what P's low rank offers lies mostly in each input's own subspace, and a fixed E is far from it
 on this model as it was trained. (With so few windows the learned heads' k·n numbers learn by heart: the convolution's
-n/k numbers give {convolution[at]:.3f}.) Training the whole model around E and F is another matter, not measured here."""
+n/k numbers give {convolution[at]:.3f}.) Training the whole model around E and F is another matter, not measured."""
 
 
 def again(result: Result) -> str:

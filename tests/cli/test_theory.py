@@ -88,3 +88,9 @@ def test_names_from_outside_are_escaped(tmp_path):
     ds = clusters_study(flow="boolean", n=4, d=1, end=1.0, frames=2, seed=0)
     ds.attrs["model"] = "<script>alert(1)</script>"
     assert "<script" not in page_of(ds, {})
+
+
+def test_a_file_in_the_place_of_the_folder_is_one_clear_line(tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(RankscopeError, match="taken"):
+        run("clusters", "--out", tmp_path / "taken", "--n", 4, "--frames", 2, "--end", 1)

@@ -142,6 +142,10 @@ def test_each_theorem_names_the_hypothesis_that_fails():
     assert "eigenvalue -1" in indefinite.unmet
     simple = judge(integrate(Dynamics.single(I2, I2, I2), x0, times=[0, 1]), "hyperplanes")
     assert "not simple" in simple.unmet
+    late = judge(integrate(Dynamics.single(I2, I2, I2), x0, times=[1, 2]), "polytope")
+    assert "from t = 1 on" in late.unmet
+    heads = Dynamics(2 * Dynamics.single(I2, I2, I2).heads)
+    assert "here are 2" in judge(integrate(heads, x0, times=[0, 1], rescaled=False), "collapse").unmet
     with pytest.raises(RankscopeError, match="`theorem` has no"):
         judge(integrate(Dynamics.single(I2, I2, I2), x0, times=[0, 1]), "2.1")
 

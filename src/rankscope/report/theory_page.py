@@ -13,6 +13,7 @@ from rankscope._registry import Registry
 from rankscope.report.html import style, write_whole
 from rankscope.report.sections import scrolling, section
 from rankscope.report.theory_figures import animation, pictures, png
+from rankscope.spectrum.parts import disk_error
 
 Rows = list[tuple[str, ...]]
 
@@ -34,7 +35,10 @@ def write_theory(ds: xr.Dataset, out: Path) -> Path:
     drawn = {f"{name}.png": png(figure) for name, figure in pictures(ds).items()}
     if ds.attrs["study"] == "clusters":
         drawn[f"theory_clusters_{ds.attrs['flow']}.gif"] = animation(ds)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(out, error) from None
     write_whole(out / "theory.nc", bytes(ds.to_netcdf(engine="h5netcdf")))
     for name, content in drawn.items():
         write_whole(out / name, content)

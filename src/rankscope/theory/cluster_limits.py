@@ -83,7 +83,7 @@ def judge(run: Trajectory, theorem: str, *, tolerance: float = TOLERANCE) -> Ver
         boolean: hypotheses not met: tokens 0 and 1 start at the same place
     """
     row = THEOREMS[theorem]
-    unmet = _not_one_head(run) or _wrong_form(run, row.rescaled) or row.unmet(run)
+    unmet = _late(run) or _not_one_head(run) or _wrong_form(run, row.rescaled) or row.unmet(run)
     if unmet:
         return Verdict(theorem, unmet, None)
     holds, seen = row.conclusion(run, tolerance)
@@ -168,6 +168,10 @@ def outside_boundary(places: Array, tolerance: float) -> tuple[int, int]:
 def _matrices(run: Trajectory) -> tuple[Array, Array, Array]:
     head = run.dynamics.heads[0]
     return np.asarray(head.query), np.asarray(head.key), np.asarray(head.value)
+
+
+def _late(run: Trajectory) -> str:
+    return f"the run is kept from t = {run.times[0]:g} on, not from its start" if run.times[0] != 0 else ""
 
 
 def _not_one_head(run: Trajectory) -> str:

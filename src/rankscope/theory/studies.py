@@ -147,7 +147,7 @@ def clusters_study(*, flow: str, n: int, d: int, end: float, frames: int, seed: 
     return xr.Dataset(
         {
             "tokens": (("time", "token", "axis"), run.tokens),
-            "P": (("time", "token", "other"), np.stack([run.P(i) for i in range(frames)])),
+            "P": (("time", "token", "other"), np.stack([run.P(i).astype(np.float32) for i in range(frames)])),
             "sigma": (("time", "index"), sigma),
             "rank": ("time", ranks),
             "rank_strict": ("time", strict),
