@@ -128,6 +128,7 @@ def test_memory_never_holds_a_square_matrix_and_grows_as_claimed(function, expon
 def test_bad_sizes_and_lengths_are_refused_in_one_line():
     x, y = torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 5, 2)
     for call in (
+        lambda: sparse_fixed(x, x, x, summary=0),
         lambda: local(x, x, x, window=0),
         lambda: sparse_strided(x, x, x, stride=0),
         lambda: sparse_fixed(x, x, x, stride=2, summary=3),
@@ -137,3 +138,13 @@ def test_bad_sizes_and_lengths_are_refused_in_one_line():
         with pytest.raises(RankscopeError, match=r"window|stride|summary|one length|value") as error:
             call()
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("function", [sparse_strided, sparse_fixed])
+def test_a_default_pattern_holds_some_root_n_keys_for_each_query(function):
+    def most_keys(n):
+        x = torch.eye(n, dtype=torch.float64)[None, None]
+        return int((function(x, x, x, scaling=0.0)[0, 0] > 0).sum(dim=-1).max())
+
+    # Four times the tokens, twice the keys.
+    assert most_keys(1024) <= 2.1 * most_keys(256)

@@ -10,6 +10,9 @@ from rankscope._errors import RankscopeError
 from rankscope.attention._contract import Mechanism, register
 from rankscope.attention.local import check_at_least_one, check_self_attention, positional_attention
 
+# The smaller of the two the paper uses for text (8 and 32, at a stride of 128).
+DEFAULT_SUMMARY = 8
+
 
 def default_stride(n: int) -> int:
     """Return the power of two at or above √n: n √n is reached, and some padding seldom changes the pattern.
@@ -90,10 +93,10 @@ def sparse_fixed(
         query: ``(b, h, n, head_dim)``.
         key: ``(b, h, n, head_dim)``.
         value: ``(b, h, n, head_dim)``.
-        stride: l, in tokens of the row itself, >= 1; default :func:`default_stride` of the padded length: give
-            it, where a row's output must not change with its padding. Beyond √n a larger one is nearer to softmax
-            attention, and dearer.
-        summary: c, in ``1..l``; default l / 16, at least 1. The cost of the second set is proportional to it.
+        stride: l, in tokens of the row itself, >= 1; default :func:`default_stride` of the padded length, or the
+            summary if that is larger: give it, where a row's output must not change with its padding.
+        summary: c, in ``1..stride``; default 8, or the stride if that is less. The cost of the second set is
+            proportional to it, so a c that grows with the stride would cost n² again.
         key_padding_mask: bool ``(b, n)``, True = padding.
         scaling: Factor of the logits; default ``head_dim ** -0.5``.
         is_causal: Whether query i sees keys 0 … i only.
@@ -110,27 +113,30 @@ def sparse_fixed(
     Example:
         >>> import torch
         >>> x = torch.eye(5).view(1, 1, 5, 5)
-        >>> sparse_fixed(x, x, x, stride=2, scaling=0.0, is_causal=True)[0, 0, 4]
+        >>> sparse_fixed(x, x, x, stride=2, summary=1, scaling=0.0, is_causal=True)[0, 0, 4]
         tensor([0.0000, 0.3333, 0.0000, 0.3333, 0.3333])
     """
     check_self_attention("sparse_fixed", query, key, value)
-    stride = default_stride(query.shape[-2]) if stride is None else stride
+    stride = max(default_stride(query.shape[-2]), summary or 1) if stride is None else stride
     check_at_least_one("stride", stride)
-    summary = max(1, stride // 16) if summary is None else summary
+    summary = min(DEFAULT_SUMMARY, stride) if summary is None else summary
     if not 1 <= summary <= stride:
         raise RankscopeError(f"`summary` must be in 1..stride={stride}, got {summary}")
     sizes = [stride, int(is_causal), summary]
     return positional_attention(query, key, value, key_padding_mask, scaling, "fixed", sizes)
 
 
-for _name, _function in (("sparse_strided", sparse_strided), ("sparse_fixed", sparse_fixed)):
+for _name, _function, _knob in (
+    ("sparse_strided", sparse_strided, "stride"),
+    ("sparse_fixed", sparse_fixed, "summary"),
+):
     register(
         Mechanism(
             name=_name,
             function=_function,
             exact=False,
             cost="n sqrt(n)",
-            knob="stride",
+            knob=_knob,
             source="Child et al. 2019, arXiv 1904.10509",
             self_attention_only=True,
         )
