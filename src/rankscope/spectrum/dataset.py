@@ -24,6 +24,7 @@ class LayerInfo:
     """One attention of the model, as the first forward met it.
 
     Args:
+        number: Its place among the model's attentions, from 0.
         module: Its path in the model.
         call: How often the module had run before in that forward (layers that share one module).
         kind: ``"self"`` or ``"cross"``.
@@ -32,6 +33,7 @@ class LayerInfo:
         heads: How many heads it has.
     """
 
+    number: int
     module: str
     call: int
     kind: str
@@ -114,7 +116,7 @@ def build(
     heads = max(layer.heads for layer in layers)
     coords = {
         "baseline": list(baselines),
-        "layer": np.arange(len(layers)),
+        "layer": [layer.number for layer in layers],
         "head": np.arange(heads),
         "index": index,
         "window": windows,

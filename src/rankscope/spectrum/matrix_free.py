@@ -18,6 +18,10 @@ SHARES = (90, 95, 99)
 # Curves of long maps are kept at every number up to this and at a fixed number of places per octave beyond.
 EVERY = 512
 PER_OCTAVE = 64
+WEIGHTS_ONLY = (
+    "`method` matrix-free needs query and key, and this model hands out only its weights "
+    "(it does not use the attention interface): use a dense method at a shorter n"
+)
 
 
 def head_bands(
@@ -84,10 +88,7 @@ def operator_of(head: Head) -> ContextMap:
         RankscopeError: As :func:`head_bands`.
     """
     if head.query is None or head.key is None:
-        raise RankscopeError(
-            "`method` matrix-free needs query and key, and this model hands out only its weights "
-            "(it does not use the attention interface): use a dense method at a shorter n"
-        )
+        raise RankscopeError(WEIGHTS_ONLY)
     rule = mask_rule(head.bias) if head.bias is not None else head.rule
     return ContextMap(
         head.query,
@@ -135,9 +136,11 @@ def fused_output(call: AttentionCall, rule: MaskRule) -> Tensor:
     """The layer's output by fused attention, ``(b, h, n, d_v)``: eager attention would write P out.
 
     Raises:
-        RankscopeError: The call has a soft cap or sinks, which fused attention does not know.
+        RankscopeError: The call has only weights, or a soft cap or sinks, which fused attention does not know.
     """
-    if call.softcap is not None or call.sinks is not None or call.query is None:
+    if call.query is None:
+        raise RankscopeError(WEIGHTS_ONLY)
+    if call.softcap is not None or call.sinks is not None:
         raise RankscopeError(
             f"`method` matrix-free runs the model by fused attention, which knows no soft cap or sinks, and "
             f"{call.module} has one: use a dense method at a shorter n"

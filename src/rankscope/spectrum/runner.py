@@ -94,7 +94,7 @@ class Runner:
         def note(call: AttentionCall) -> None:
             seen = call.weights if call.query is None else call.query
             assert seen is not None
-            met.append(LayerInfo(call.module, call.call, call.kind, call.stack, call.reached, seen.shape[1]))
+            met.append(LayerInfo(len(met), call.module, call.call, call.kind, call.stack, call.reached, seen.shape[1]))
 
         run_captured(self.pretrained.model, inputs, note, route=self.route)
         wanted = range(len(met)) if self.chosen_layers is None else self.chosen_layers
