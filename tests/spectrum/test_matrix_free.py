@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from tiny_measure import documents, tiny_bert, tiny_causal, tiny_t5, word_tokenizer
-from zoo import tiny_model
 
 import rankscope
 from rankscope._errors import RankscopeError
 from rankscope.spectrum.heads import MaskRule
 from rankscope.spectrum.matrix_free import long_index, mask_rule
+from tiny_measure import documents, tiny_bert, tiny_causal, tiny_t5, word_tokenizer
+from zoo import tiny_model
 
 SHUT = torch.finfo(torch.float32).min
 TEXTS = documents(120)

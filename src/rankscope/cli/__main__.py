@@ -19,6 +19,8 @@ class Command:
 COMMANDS = {
     "measure": Command("rankscope.cli.measure", "Measure a model's attention spectra on a text, nulls beside them."),
     "report": Command("rankscope.cli.report", "Turn results into one self-contained page and pictures."),
+    "merge": Command("rankscope.cli.merge", "Join the shards of one measurement."),
+    "theory": Command("rankscope.cli.theory", "Run the theorems: Johnson-Lindenstrauss, clusters, rank collapse."),
     "doctor": Command("rankscope.cli.doctor", "Check this machine, and how a model's attentions can be reached."),
 }
 

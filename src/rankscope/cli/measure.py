@@ -1,5 +1,6 @@
 """``rankscope measure``."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,6 +58,9 @@ def measure(
     dtype: Annotated[str, typer.Option(help="The model's dtype: float32, bfloat16, float16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of document order, nulls and fresh weights.")] = 0,
+    shard: Annotated[
+        str | None, typer.Option(help="i/m: only the i-th of m shards; under accelerate launch it is the rank's own.")
+    ] = None,
 ) -> None:
     """Measure how low-rank a model's attention is on a text, with its nulls beside it."""
     from rich.progress import (
@@ -68,8 +72,9 @@ def measure(
         TimeRemainingColumn,
     )
 
+    part_of = shard_of(shard)
     chosen_layers, chosen_heads = numbers(layers, "layers"), numbers(heads, "heads")
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=part_of[0] > 0)
     columns = (
         TextColumn("windows"),
         BarColumn(),
@@ -109,9 +114,31 @@ def measure(
             device=device,
             seed=seed,
             out=out,
+            shard=part_of,
             progress=progress,
         )
-    print_result(dataset, out)
+    if (out / "spectrum.nc").exists():
+        print_result(dataset, out)
+    else:
+        print(f"shard {part_of[0] + 1}/{part_of[1]} is done; the result comes with the last one, or by rankscope merge")
+
+
+def shard_of(shard: str | None) -> tuple[int, int]:
+    """Read ``--shard i/m``, counted from 1, or the rank that a launcher put into the environment, as (index, count).
+
+    Example:
+        >>> shard_of("2/3")
+        (1, 3)
+    """
+    if shard is None:
+        return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        index, count = (int(number) for number in shard.split("/"))
+    except ValueError:
+        raise RankscopeError(f"`shard` must be i/m, as 1/4, got {shard!r}") from None
+    if not 1 <= index <= count:
+        raise RankscopeError(f"`shard` must be i/m with 1 <= i <= m, got {shard!r}")
+    return index - 1, count
 
 
 def print_result(dataset: "xr.Dataset", out: Path) -> None:

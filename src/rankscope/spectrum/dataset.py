@@ -1,9 +1,7 @@
 """The result: one labelled dataset in one netCDF file."""
 
 import json
-import os
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,7 @@ from rankscope._environment import environment
 from rankscope._errors import RankscopeError
 from rankscope.spectrum.accumulate import Moments
 from rankscope.spectrum.intervals import mean_interval
-from rankscope.spectrum.parts import Part, add_notes, disk_error, publish
+from rankscope.spectrum.parts import RunFolder, add_notes, disk_error, publish, temporary_name
 
 TRAINED = "trained"
 FILE_NAME = "spectrum.nc"
@@ -42,21 +40,12 @@ class LayerInfo:
     heads: int
 
 
-def build(
-    parts: Iterable[Part],
-    layers: list[LayerInfo],
-    baselines: tuple[str, ...],
-    index: np.ndarray,
-    attributes: dict[str, object],
-) -> xr.Dataset:
-    """Merge finished parts into the result.
+def build(folder: RunFolder) -> xr.Dataset:
+    """Merge a folder's finished parts into the result.
 
     Args:
-        parts: In window order.
-        layers: The measured layers.
-        baselines: ``"trained"`` and the nulls' names, in the table's order.
-        index: Values of the curve's axis: 1 … n, or fractions of a sentence's length.
-        attributes: Written to the dataset, everything that is no number or string as JSON.
+        folder: Its description holds the layers, baselines, axis and attributes; attributes that are no number or
+            string are written as JSON.
 
     Returns:
         Curves ``(baseline, layer, head, index)`` with ``_sd``; scalars ``(baseline, window, layer, head)`` with
@@ -65,6 +54,9 @@ def build(
     Raises:
         RankscopeError: There is no part.
     """
+    description = folder.description()
+    layers = [LayerInfo(**layer) for layer in description["layers"]]
+    baselines: list[str] = description["baselines"]
     curves: dict[str, dict[str, Moments]] = {name: {} for name in baselines}
     rows: dict[str, dict[str, list[np.ndarray]]] = {name: {} for name in baselines}
     measured: dict[str, list[int]] = {name: [] for name in baselines}
@@ -73,7 +65,7 @@ def build(
     left_out: dict[int, str] = {}
     notes: dict[str, float] = {}
     hashes: list[str] = []
-    for part in parts:
+    for part in folder.load_all(description["windows"]):
         for baseline in baselines:
             for name, moments in part.curves.get(baseline, {}).items():
                 curves[baseline][name] = curves[baseline].get(name, Moments()).merge(moments)
@@ -118,14 +110,14 @@ def build(
         "baseline": list(baselines),
         "layer": [layer.number for layer in layers],
         "head": np.arange(heads),
-        "index": index,
+        "index": description["index"],
         "window": windows,
         "module": ("layer", [layer.module if not layer.call else f"{layer.module}#{layer.call}" for layer in layers]),
         "kind": ("layer", [f"{layer.kind}/{layer.stack}" for layer in layers]),
         "reached": ("layer", [layer.reached for layer in layers]),
         "document": ("window", documents),
     }
-    attributes = attributes | {
+    attributes = description["attributes"] | {
         "left_out": {str(k): v for k, v in sorted(left_out.items())},
         "numerics": notes,
         "window_hashes": ",".join(hashes),
@@ -144,10 +136,7 @@ def curve_or_nan(curves: dict[str, Moments], name: str, like: Moments) -> Moment
 def plain(value: object) -> str | int | float:
     """Turn an attribute into what netCDF can hold; anything structured becomes JSON."""
     if isinstance(value, bool) or value is None or isinstance(value, dict | list | tuple):
-        return json.dumps(
-            [asdict(v) if isinstance(v, LayerInfo) else v for v in value] if isinstance(value, list | tuple) else value,
-            default=str,
-        )
+        return json.dumps(value)
     return value if isinstance(value, str | int | float) else str(value)
 
 
@@ -157,7 +146,7 @@ def save(dataset: xr.Dataset, path: Path) -> Path:
     Raises:
         RankscopeError: The disk is full or the place can't be written.
     """
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    temporary = temporary_name(path)
     encoding = {name: {"zlib": True, "complevel": 4} for name, v in dataset.data_vars.items() if v.ndim > 1}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

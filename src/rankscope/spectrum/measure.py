@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def measure(
     seed: int = 0,
     tokenizer: object | None = None,
     out: str | Path | None = None,
+    shard: tuple[int, int] = (0, 1),
     progress: Callable[[int, int], None] | None = None,
 ) -> xr.Dataset:
     """Measure how low-rank a model's attention is on a text, with its nulls beside it.
@@ -84,10 +86,14 @@ def measure(
         seed: Of the documents' order, the nulls' draws and fresh weights.
         tokenizer: For a model in memory.
         out: A folder that keeps finished parts, so that the same call resumes; ``None`` keeps nothing.
+        shard: ``(index, count)``: measure only every ``count``-th part, from the ``index``-th on. Shards may share
+            ``out`` at the same time; the one that ends last writes the result. In folders of their own they are
+            joined by :func:`rankscope.spectrum.merge.merge`.
         progress: Called as ``progress(windows_done, windows_wanted)``.
 
     Returns:
-        The dataset: dims ``baseline, layer, head, index, window``; also written to ``out/spectrum.nc``.
+        The dataset: dims ``baseline, layer, head, index, window``; also written to ``out/spectrum.nc``. Of a shard
+        while others are missing: what the parts in ``out`` hold, and no file is written.
 
     Raises:
         RankscopeError: Any argument, file or model that can't serve; finished parts stay in ``out``.
@@ -106,6 +112,7 @@ def measure(
         raise RankscopeError(f"`half_width` must lie between 0 and 1, got {half_width}")
     if method not in ("auto", MATRIX_FREE):
         METHODS[method]
+    check_shard(shard, half_width)
     workers = workers or os.cpu_count() or 1
     chosen_nulls = choose_nulls(nulls, matrix_free=method == MATRIX_FREE)
     pretrained = load(model, dtype=dtype, device=device, tokenizer=tokenizer)
@@ -146,32 +153,33 @@ def measure(
         plan = Plan(method, tolerance, width, seed, index)
         with Runner(pretrained, chosen_nulls, null_windows, plan, layers, heads, workers, batch_size) as runner:
             facts = runner.inspect(first)
-            done = run_parts(folder, runner, chain_first(first, stream), windows, half_width, progress)
-        attributes: dict[str, object] = {
-            "title": "Singular values of the context mapping matrix P",
-            **{name: settings[name] for name in ("model", "revision", "corpus", "n", "packing", "dtype", "seed")},
-            "source": pretrained.source,
-            "method": method,
-            "tolerance": tolerance,
-            "width": width,
-            "nulls_meaning": {name: NULLS[name].meaning for name in chosen_nulls},
-            "mask_policy": "padded rows and columns are cut out before the decomposition",
-            "special_tokens": "added as the tokenizer does for one sequence, counted towards n",
-            "rank_relative_to": "n" if packing == "packed" else "the sentence's own length",
-            "corpus_hash": stream.corpus_hash,
-            "skipped_text": dict(stream.left_out),
-            "half_width": half_width,
-            "windows_wanted": windows,
-            **facts,
+            done = run_parts(folder, runner, chain_first(first, stream), windows, half_width, shard, progress)
+        description = {
+            "windows": done,
+            "layers": [asdict(layer) for layer in runner.layers],
+            "baselines": [TRAINED, *chosen_nulls],
+            "index": (SENTENCE_GRID if index is None else index).tolist(),
+            "attributes": {
+                "title": "Singular values of the context mapping matrix P",
+                **{name: settings[name] for name in ("model", "revision", "corpus", "n", "packing", "dtype", "seed")},
+                "source": pretrained.source,
+                "method": method,
+                "tolerance": tolerance,
+                "width": width,
+                "nulls_meaning": {name: NULLS[name].meaning for name in chosen_nulls},
+                "mask_policy": "padded rows and columns are cut out before the decomposition",
+                "special_tokens": "added as the tokenizer does for one sequence, counted towards n",
+                "rank_relative_to": "n" if packing == "packed" else "the sentence's own length",
+                "corpus_hash": stream.corpus_hash,
+                "skipped_text": dict(stream.left_out),
+                "half_width": half_width,
+                "windows_wanted": windows,
+                **facts,
+            },
         }
-        dataset = build(
-            folder.load_all(done),
-            runner.layers,
-            (TRAINED, *chosen_nulls),
-            SENTENCE_GRID if index is None else index,
-            attributes,
-        )
-        if out is not None:
+        folder.describe(description)
+        dataset = build(folder)
+        if out is not None and folder.missing(done) is None:
             save(dataset, folder.path / FILE_NAME)
     return dataset
 
@@ -190,6 +198,15 @@ def check_choices(*, n: int, windows: int, null_windows: int, batch_size: int, p
         raise RankscopeError(f"`packing` has no {packing!r}: {did_you_mean(packing, PACKINGS)}")
 
 
+def check_shard(shard: tuple[int, int], half_width: float | None) -> None:
+    """Refuse a shard outside its count, and early stopping, which must see every part in order."""
+    index, count = shard
+    if count < 1 or not 0 <= index < count:
+        raise RankscopeError(f"`shard` must be (index, count) with 0 <= index < count, got {shard}")
+    if count > 1 and half_width is not None:
+        raise RankscopeError("`half_width` needs every part in order, so it can't be combined with `shard`: drop one")
+
+
 def chain_first(first: Window, rest: Iterator[Window]) -> Iterator[Window]:
     """Put a peeked window back in front of its stream."""
     yield first
@@ -202,9 +219,10 @@ def run_parts(
     stream: Iterator[Window],
     windows: int,
     half_width: float | None,
+    shard: tuple[int, int],
     progress: Callable[[int, int], None] | None,
 ) -> int:
-    """Measure what the folder lacks, in order, and return how many windows the result covers."""
+    """Measure what the folder lacks of a shard, in order, and return how many windows the whole result covers."""
     finished = folder.finished()
     series: list[np.ndarray] = []
     documents: list[int] = []
@@ -215,11 +233,12 @@ def run_parts(
     while cell := list(islice(stream, PART_WINDOWS)):
         start, stop = cell[0].index, cell[-1].index + 1
         missing = gap(start, stop, finished)
+        ours = start // PART_WINDOWS % shard[1] == shard[0]
         parts = [folder.load(a, b) for a, b in finished if start <= a and b <= stop]
         for part in parts:
             check_same_text(part, cell)
-        if missing is not None:
-            part = runner.measure_part([window for window in cell if window.index >= missing[0]])
+        if missing is not None and ours:
+            part = runner.measure_part([window for window in cell if missing[0] <= window.index < missing[1]])
             folder.save(part)
             parts.append(part)
         for part in parts:

@@ -3,10 +3,12 @@
 import errno
 import json
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,8 +68,9 @@ class RunFolder:
             self.parts_path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RankscopeError(f"`out` {str(path)!r} can't be used as a folder: {error.strerror}") from None
-        for leftover in self.parts_path.glob("*.tmp-*"):
-            leftover.unlink(missing_ok=True)
+        for leftover in [*path.glob("*.tmp-*"), *self.parts_path.glob("*.tmp-*")]:
+            if abandoned(leftover):
+                leftover.unlink(missing_ok=True)
 
     def claim(self, settings: dict[str, object]) -> None:
         """Write the run's settings, or check that the folder's run has the same ones.
@@ -79,10 +82,7 @@ class RunFolder:
         text = json.dumps(settings, indent=1, sort_keys=True, default=str)
         settings = json.loads(text)
         if path.exists():
-            try:
-                before = json.loads(path.read_text())
-            except json.JSONDecodeError as error:
-                raise RankscopeError(f"{str(path)!r} is damaged ({error.msg}): choose another --out") from None
+            before = read_settings(self.path)
             differences = [
                 f"{name} is {settings.get(name)!r}, there it is {before.get(name)!r}"
                 for name in sorted(set(before) | set(settings))
@@ -132,7 +132,7 @@ class RunFolder:
             "notes": part.notes,
         }
         path = self.part_path(part.start, part.stop)
-        temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+        temporary = temporary_name(path)
         try:
             save_file(arrays or {"empty": np.zeros(1)}, temporary, metadata={"part": json.dumps(header)})
             publish(temporary, path)
@@ -184,6 +184,41 @@ class RunFolder:
             if stop <= windows:
                 yield self.load(start, stop)
 
+    def missing(self, windows: int) -> tuple[int, int] | None:
+        """Return the range of windows in which some of the first ``windows`` are not measured, or ``None``."""
+        return gap(0, windows, self.finished())
+
+    def describe(self, description: dict[str, object]) -> None:
+        """Keep what the result needs beside the parts, so that merging needs neither model nor text."""
+        write_whole(self.path / "description.json", json.dumps(description, indent=1, default=str).encode())
+
+    def description(self) -> dict[str, Any]:
+        """Read it back.
+
+        Raises:
+            RankscopeError: No run of this folder has come to its end.
+        """
+        path = self.path / "description.json"
+        try:
+            return json.loads(path.read_text())
+        except (OSError, json.JSONDecodeError):
+            raise RankscopeError(
+                f"{str(self.path)!r} holds no finished run or shard: give its `rankscope measure` command again"
+            ) from None
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Read the settings of the run in a folder.
+
+    Raises:
+        RankscopeError: They are damaged.
+    """
+    path = folder / "settings.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise RankscopeError(f"{str(path)!r} is damaged ({error}): choose another --out") from None
+
 
 def gap(start: int, stop: int, finished: list[tuple[int, int]]) -> tuple[int, int] | None:
     """Return the windows of ``start <= w < stop`` that no finished part holds, or ``None``.
@@ -221,7 +256,7 @@ def write_whole(path: Path, content: bytes) -> None:
     Raises:
         RankscopeError: The disk is full or the place can't be written; nothing half-written stays.
     """
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    temporary = temporary_name(path)
     try:
         with temporary.open("wb") as file:
             file.write(content)
@@ -229,6 +264,25 @@ def write_whole(path: Path, content: bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise disk_error(path, error) from None
+
+
+def temporary_name(path: Path) -> Path:
+    """A name beside ``path`` that tells who writes it."""
+    return path.with_name(f"{path.name}.tmp-{socket.gethostname()}-{os.getpid()}")
+
+
+def abandoned(temporary: Path) -> bool:
+    """Whether the process that wrote a temporary file is gone; another machine's can't be told and stays."""
+    host, _, process = temporary.name.rpartition(".tmp-")[2].rpartition("-")
+    if host != socket.gethostname() or not process.isdigit():
+        return False
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return int(process) == os.getpid()
 
 
 def publish(temporary: Path, path: Path) -> None:
