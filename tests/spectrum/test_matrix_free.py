@@ -54,7 +54,7 @@ def test_nulls_that_shuffle_entries_are_refused_and_left_out_of_all():
 def test_a_position_bias_and_a_model_without_the_interface_are_refused_with_the_reason():
     with pytest.raises(RankscopeError, match="position bias"):
         run(tiny_t5())
-    with pytest.raises(RankscopeError, match="only its weights"):
+    with pytest.raises(RankscopeError, match="weights that it does not hand out"):
         run(tiny_model("mpnet"), n=24)
 
 

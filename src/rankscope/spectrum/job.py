@@ -88,7 +88,9 @@ def head_spectra(
             generator = generator_for(plan.seed, name, place.window, place.layer, place.head)
             measured = NULLS[name].head(head, own if target is None else target, generator)
         spectrum = banded(measured, place, name, plan) if plan.method == MATRIX_FREE else dense(measured, place, plan)
-        spectrum.scalars["logit_sd"] = deviation(measured, content=False)
+        # Without a bias the logits are the content.
+        same = measured is head and head.bias is None
+        spectrum.scalars["logit_sd"] = own if same else deviation(measured, content=False)
         spectra[name] = spectrum
     return own, spectra
 

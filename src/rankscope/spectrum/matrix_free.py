@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rankscope._errors import RankscopeError
-from rankscope.attention.interface import AttentionCall
 from rankscope.linalg.context_map import ContextMap
 from rankscope.linalg.lanczos import MatrixFreeSpectrum, matrix_free_spectrum
 from rankscope.spectrum.heads import NO_MASK, Head, MaskRule
@@ -130,30 +129,6 @@ def mask_rule(bias: Tensor | None) -> MaskRule:
             "position bias: use a dense method at a shorter n"
         )
     return MaskRule(is_causal=True, window=None if window == n else window)
-
-
-def fused_output(call: AttentionCall, rule: MaskRule) -> Tensor:
-    """The layer's output by fused attention, ``(b, h, n, d_v)``: eager attention would write P out.
-
-    Raises:
-        RankscopeError: The call has only weights, or a soft cap or sinks, which fused attention does not know.
-    """
-    if call.query is None:
-        raise RankscopeError(WEIGHTS_ONLY)
-    if call.softcap is not None or call.sinks is not None:
-        raise RankscopeError(
-            f"`method` matrix-free runs the model by fused attention, which knows no soft cap or sinks, and "
-            f"{call.module} has one: use a dense method at a shorter n"
-        )
-    whole = rule.is_causal and rule.window is None
-    return torch.nn.functional.scaled_dot_product_attention(
-        call.query,
-        call.key_expanded(),
-        call.value_expanded(),
-        attn_mask=None if whole or not rule.is_causal else call.mask,
-        is_causal=whole,
-        scale=call.scaling,
-    )
 
 
 def long_index(n: int) -> NDArray[np.int64]:

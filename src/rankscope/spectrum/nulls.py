@@ -66,7 +66,7 @@ def gaussian(head: Head, deviation: float, generator: torch.Generator) -> Head:
     key = torch.randn(m, head.width, generator=generator).to(head.device)
     if head.weights is not None:
         noise = query @ key.mT
-        own = math.sqrt(float(row_variance(noise.double(), head.allowed()).mean()))
+        own = math.sqrt(float(row_variance(noise, head.allowed()).mean()))
         return head.with_map(masked_softmax(noise * (deviation / own), head.allowed()))
     return rescaled(replace(head, query=query, key=key, scaling=1.0, softcap=None), deviation, generator)
 

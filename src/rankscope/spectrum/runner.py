@@ -17,15 +17,17 @@ from rankscope.linalg.workers import SpectrumPool
 from rankscope.pretrained import Pretrained, fresh
 from rankscope.spectrum.accumulate import Moments
 from rankscope.spectrum.dataset import TRAINED, LayerInfo
-from rankscope.spectrum.heads import NO_MASK, MaskRule, heads_of
+from rankscope.spectrum.heads import NO_MASK, MaskRule, fused_output, heads_of
 from rankscope.spectrum.job import HeadSpectrum, Place, Plan, head_spectra
-from rankscope.spectrum.matrix_free import MATRIX_FREE, fused_output, mask_rule
+from rankscope.spectrum.matrix_free import MATRIX_FREE, mask_rule
 from rankscope.spectrum.nulls import NULLS, generator_for
 from rankscope.spectrum.parts import Part, add_notes, window_hash
 from rankscope.windows import Window, random_token_window
 
 # Tokens of the first window that the route and the self-check look at.
-CHECKED_TOKENS = 512
+CHECKED_TOKENS = 128
+# Relative RMS between the model's outputs by fused and by its own eager attention: rounding, through all layers.
+FUSED_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 # By baseline, window and place.
 Found = dict[str, dict[int, dict[Place, HeadSpectrum]]]
 
@@ -63,7 +65,8 @@ class Runner:
         self.chosen_layers = layers
         self.chosen_heads = heads
         self.layers: list[LayerInfo] = []
-        self.pool = SpectrumPool(workers)
+        # A few heads a worker: enough to bridge a layer, few enough to hold little of it.
+        self.pool = SpectrumPool(workers, limit=6 * workers)
         self.untrained: nn.Module | None = None
         self.known_rule: tuple[Tensor | None, MaskRule] | None = None
 
@@ -96,7 +99,13 @@ class Runner:
             assert seen is not None
             met.append(LayerInfo(len(met), call.module, call.call, call.kind, call.stack, call.reached, seen.shape[1]))
 
-        run_captured(self.pretrained.model, inputs, note, route=self.route)
+        own = run_captured(self.pretrained.model, inputs, note, route=self.route)
+        self.fused = self.route.reached == "routed" and self.same_output(inputs, own)
+        if self.plan.method == MATRIX_FREE and not self.fused:
+            raise RankscopeError(
+                "`method` matrix-free runs the model by fused attention, and this model's own attention gives another "
+                "output (a soft cap, sinks, or weights that it does not hand out): use a dense method at a shorter n"
+            )
         wanted = range(len(met)) if self.chosen_layers is None else self.chosen_layers
         for name, numbers, count in (
             ("layers", wanted, len(met)),
@@ -111,8 +120,19 @@ class Runner:
             "reached": sorted({layer.reached for layer in self.layers}),
             "modules": [layer.module for layer in self.layers],
             "model_layers": len(met),
+            "forward": "fused attention" if self.fused else "the model's own eager attention",
             "self_check": self_check(self.pretrained.model, inputs, self.route),
         }
+
+    def same_output(self, inputs: dict[str, Tensor], own: Any) -> bool:
+        """Whether the model puts out the same when fused attention stands in for its own, as it does for most.
+
+        Then no layer of a forward writes P out; only the worker that decomposes a head does, for that head.
+        """
+        fused = run_captured(self.pretrained.model, inputs, fused_output, route=self.route)
+        expected, given = own[0].double(), fused[0].double()
+        allowed = FUSED_DIFFERENCE[own[0].dtype]
+        return bool((given - expected).norm() <= allowed * expected.norm())
 
     def inputs(self, windows: list[Window]) -> tuple[dict[str, Tensor], list[Tensor | None]]:
         """Batch windows: the model's inputs, and each row's real tokens (``None`` when all are)."""
@@ -195,7 +215,7 @@ class Runner:
                         known = None if deviations is None else deviations.get(place)
                         job = self.pool.submit(head_spectra, head, place, names(window), self.plan, known)
                         started.append((place, job))
-                return None if rule is None else fused_output(call, rule)
+                return fused_output(call, rule) if self.fused else None
 
             run_captured(model, inputs, sink, route=self.route)
         return started
