@@ -1,9 +1,15 @@
 """True coverage of the intervals that `--half-width` stops at, by simulation.
 
 A stopping rule looks at the interval after every part and stops when it is tight, so the interval it stops at could
-be too optimistic. Here the rule itself (`rankscope.spectrum.measure.tight_enough`) runs on windows drawn with
-replacement, whole documents at a time, from a measured run (`--run DIR`) and from two synthetic populations; the
-truth is the population's mean. Writes `benchmarks/results/stopping_rule.json`.
+be too optimistic. Here the rule itself (`rankscope.spectrum.measure.tight_enough`) runs on windows of a measured run
+(`--run DIR`) and of two synthetic populations. Two questions:
+
+- *this corpus*: windows come in random order, as the tool draws them (passages are shuffled); the truth is the mean
+  over all of the corpus's windows;
+- *such documents*: a new corpus is drawn first, as many documents with replacement, and its windows come in random
+  order; the truth is the mean over the population that the documents stand for.
+
+Writes `benchmarks/results/stopping_rule.json`.
 """
 
 import argparse
@@ -31,29 +37,37 @@ def synthetic(rng: np.random.Generator, layers: int, *, clustered: bool) -> tupl
     return 0.8 + 0.01 * (mixed - mixed.mean(0)) / mixed.std(0), documents
 
 
-def simulate(values: np.ndarray, documents: np.ndarray, half_width: float, runs: int, seed: int, limit: int) -> dict:
+def simulate(
+    values: np.ndarray, documents: np.ndarray, half_width: float, runs: int, seed: int, limit: int, *, redraw: bool
+) -> dict:
     """Run the rule `runs` times and count how often each layer's interval holds the population mean."""
     rng = np.random.default_rng(seed)
     rows = [np.flatnonzero(documents == document) for document in np.unique(documents)]
     truth = values.mean(axis=0)
     covered, stopped_at = [], []
     for _ in range(runs):
-        order: list[int] = []
-        labels: list[int] = []
-        while len(order) < limit:
-            drawn = rows[rng.integers(len(rows))]
-            labels += [len(labels)] * len(drawn)
-            order += drawn.tolist()
+        if redraw:
+            drawn = [rows[place] for place in rng.integers(len(rows), size=len(rows))]
+            order = np.concatenate(drawn)
+            labels = np.repeat(np.arange(len(drawn)), [len(d) for d in drawn])
+        else:
+            order = np.arange(len(values))
+            labels = documents
+        shuffled = rng.permutation(len(order))[:limit]
+        order, labels = order[shuffled], labels[shuffled]
         series: list[np.ndarray] = []
-        for stop in range(PART_WINDOWS, limit + 1, PART_WINDOWS):
-            series.append(values[order[stop - PART_WINDOWS : stop]])
-            if tight_enough(series, labels[:stop], half_width):
+        stop = 0
+        while stop < len(order):
+            series.append(values[order[stop : stop + PART_WINDOWS]])
+            stop = min(stop + PART_WINDOWS, len(order))
+            if tight_enough(series, labels[:stop].tolist(), half_width):
                 break
         _, low, high = mean_interval(np.concatenate(series), labels[:stop])
         covered.append((low <= truth) & (truth <= high))
         stopped_at.append(stop)
     share = np.mean(covered, axis=0)
     return {
+        "question": "such documents" if redraw else "this corpus",
         "half_width": half_width,
         "runs": runs,
         "coverage_by_layer": share.round(4).tolist(),
@@ -81,7 +95,8 @@ def main() -> None:
         populations[name] = (by_layer, dataset.document.values)
     results = {
         name: [
-            simulate(values, documents, width, arguments.runs, seed, 200)
+            simulate(values, documents, width, arguments.runs, seed, 200, redraw=redraw)
+            for redraw in (False, True)
             for seed, width in enumerate((0.01, 0.005, 0.003))
         ]
         for name, (values, documents) in populations.items()
