@@ -147,10 +147,10 @@ def stopping() -> list[str]:
     lines = [
         "## What `--half-width` stops at",
         "",
-        "How often the 95 % interval at which a run stops holds the truth, by simulation on the windows above and on two "
-        "synthetic populations (`benchmarks/experiments/stopping_rule.py`; mean over the layers). *This corpus*: the "
-        "truth is the corpus's own mean. *Such documents*: a new corpus of as many documents is drawn each time, and "
-        "the truth is the mean of what they stand for; few documents of uneven size (pydoc) then cost cover.",
+        "How often the 95 % interval at which a run stops holds the truth, by simulation on the windows above and on "
+        "two synthetic populations (`benchmarks/experiments/stopping_rule.py`; mean over the layers). *This corpus*: "
+        "the truth is the corpus's own mean. *Such documents*: a new corpus of as many documents is drawn each time, "
+        "and the truth is the mean of what they stand for; few documents of uneven size (pydoc) then cost cover.",
         "",
         "| windows of | half-width | this corpus | such documents | windows used (median) |",
         "|---|---|---|---|---|",

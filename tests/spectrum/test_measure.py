@@ -221,6 +221,11 @@ def test_a_window_of_non_finite_logits_is_left_out_and_counted(monkeypatch):
     np.testing.assert_array_equal(result.effective_rank, kept)
 
 
+def test_an_n_too_large_for_memory_is_refused_before_anything_runs_and_names_the_way():
+    with pytest.raises(RankscopeError, match="--method matrix-free"):
+        run(tiny_t5(), n=200_000)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -27,6 +27,9 @@ from rankscope.windows import Window, packed_windows, sentence_windows
 PACKINGS = ("packed", "sentence")
 LEAST_WINDOWS_TO_STOP = 16
 LEFT_OUT_SHARE = 0.1
+# P in float32, its float64 copy, the Gram matrix and its workspace.
+BYTES_PER_ENTRY = 28
+MEMORY_SHARE = 0.8
 STOPPING_SCALAR = "nuclear_fraction_at_quarter"
 
 
@@ -119,6 +122,8 @@ def measure(
     limit = max_positions(pretrained.model)
     if limit is not None and n > limit:
         raise RankscopeError(f"`n` is {n}, but {pretrained.name!r} has {limit} positions: choose --n {limit} or less")
+    if method != MATRIX_FREE:
+        check_memory(n, workers)
     corpus = open_corpus(texts, column=column)
     settings: dict[str, object] = {
         "model": pretrained.name,
@@ -196,6 +201,21 @@ def check_choices(*, n: int, windows: int, null_windows: int, batch_size: int, p
             raise RankscopeError(f"`{name}` must be at least {least}, got {value}")
     if packing not in PACKINGS:
         raise RankscopeError(f"`packing` has no {packing!r}: {did_you_mean(packing, PACKINGS)}")
+
+
+def check_memory(n: int, workers: int) -> None:
+    """Refuse an n whose maps can't be written down on this machine, before anything is measured.
+
+    Raises:
+        RankscopeError: P, its Gram matrix and their copies need more than the machine's memory, for each worker.
+    """
+    needed = BYTES_PER_ENTRY * n**2 * workers
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > MEMORY_SHARE * there:
+        raise RankscopeError(
+            f"`n` is {n}: writing P down takes about {needed / 2**30:.0f} GiB with {workers} workers, and this machine "
+            f"has {there / 2**30:.0f} GiB: use --method matrix-free, or fewer --workers"
+        )
 
 
 def check_shard(shard: tuple[int, int], half_width: float | None) -> None:
