@@ -7,6 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rankscope.attention.interface import restore as restore
+    from rankscope.models.in_place import linformerize as linformerize
+    from rankscope.models.in_place import load_projections as load_projections
+    from rankscope.models.in_place import save_projections as save_projections
     from rankscope.spectrum.dataset import load as load
     from rankscope.spectrum.measure import measure as measure
 
@@ -15,6 +19,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "measure": "rankscope.spectrum.measure",
     "load": "rankscope.spectrum.dataset",
+    "restore": "rankscope.attention.interface",
+    "linformerize": "rankscope.models.in_place",
+    "save_projections": "rankscope.models.in_place",
+    "load_projections": "rankscope.models.in_place",
 }
 
 __all__ = ["__version__", *_HOMES]

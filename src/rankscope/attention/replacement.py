@@ -8,7 +8,7 @@ padding together with a note of how the model wanted its mask, from which layers
 import inspect
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -75,12 +75,14 @@ class Replacement:
         name: The attention implementation its configurations name meanwhile.
         modules: Paths of the modules whose attention is replaced.
         held: Each configuration with the attribute and the value to put back.
+        cleanup: What else is to be done on undoing, by whoever added more to the model.
     """
 
     model: nn.Module
     name: str
     modules: tuple[str, ...]
     held: list[tuple[Any, str, Any]]
+    cleanup: list[Callable[[], None]] = field(default_factory=list)
 
     def undo(self) -> None:
         """Put the model's own attention back and forget the registered functions."""
@@ -88,6 +90,8 @@ class Replacement:
             setattr(config, attribute, value)
         AttentionInterface._global_mapping.pop(self.name, None)
         AttentionMaskInterface._global_mapping.pop(self.name, None)
+        for step in self.cleanup:
+            step()
 
     def __enter__(self) -> Self:
         return self
