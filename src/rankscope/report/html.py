@@ -15,6 +15,7 @@ from rankscope._errors import MissingExtraError, RankscopeError
 from rankscope.report import figures, reading, table
 from rankscope.report.description import Figure
 from rankscope.report.drawing import to_matplotlib
+from rankscope.report.lengths import of_several_lengths, rank_growth
 from rankscope.report.palette import COLORS, HEAT
 from rankscope.report.sections import (
     comparison_table,
@@ -73,9 +74,11 @@ def write_report(datasets: list[xr.Dataset], out: Path, *, pictures: bool = True
     if pictures and version_of("matplotlib") is None:
         raise MissingExtraError("matplotlib", "report", "writing pictures (or leave them out with pictures=False)")
     drawn = [[describe(ds, "none") for describe in PICTURES] for ds in datasets]
-    comparison = figures.compare(datasets, "none") if len(datasets) > 1 else None
+    comparisons = [figures.compare(datasets, "none")] if len(datasets) > 1 else []
+    if of_several_lengths(datasets):
+        comparisons.append(rank_growth(datasets, "none"))
     tables = [table.rows(ds) for ds in datasets]
-    page = page_of(datasets, drawn, comparison, tables)
+    page = page_of(datasets, drawn, comparisons, tables)
     out = Path(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -86,8 +89,8 @@ def write_report(datasets: list[xr.Dataset], out: Path, *, pictures: bool = True
         write_whole(out / f"{stem}heads.csv", table.to_csv(rows).encode())
         for figure in own if pictures else ():
             write_picture(figure, out / f"{stem}{figure.name}.png")
-    if comparison is not None and pictures:
-        write_picture(comparison, out / f"{comparison.name}.png")
+    for figure in comparisons if pictures else ():
+        write_picture(figure, out / f"{figure.name}.png")
     return write_whole(out / PAGE, page.encode())
 
 
@@ -121,18 +124,19 @@ def write_picture(figure: Figure, path: Path) -> None:
 
 
 def page_of(
-    datasets: list[xr.Dataset], drawn: list[list[Figure]], comparison: Figure | None, tables: list[list[table.Row]]
+    datasets: list[xr.Dataset], drawn: list[list[Figure]], comparisons: list[Figure], tables: list[list[table.Row]]
 ) -> str:
     """Return the whole page."""
     names = reading.labels(datasets)
     title = f"Attention spectra: {names[0]}" if len(names) == 1 else f"Attention spectra: {len(names)} results compared"
-    script = asset("page.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
     sections = [
         said(datasets, names),
         measured(datasets, names),
-        *([section("Side by side", [comparison_table(datasets, names), picture(comparison)])] if comparison else []),
+        *(
+            [section("Side by side", [comparison_table(datasets, names), *map(picture, comparisons)])]
+            if comparisons
+            else []
+        ),
         explained(datasets),
         *(topic([own[i] for own in drawn], names) for i in range(len(PICTURES))),
         section(
@@ -140,20 +144,40 @@ def page_of(
         ),
         section("Can the measurement be trusted?", [trust(*pair) for pair in zip(datasets, names, strict=True)]),
     ]
+    lead = (
+        "How the singular values of each attention head’s context mapping matrix P (the softmax of its "
+        "scaled logits, each row of which averages over tokens) are spread, with nulls beside them. Layers and heads "
+        "are counted from 0, as in the result file."
+    )
+    source = (
+        "The quantity is the one of Wang et al. 2020 (arXiv 2006.04768), Figure 1: sums of singular values, not of "
+        "their squares."
+    )
+    return shell(title, lead, sections, source)
+
+
+def shell(title: str, lead: str, sections: list[str], source: str) -> str:
+    """Return a whole page around sections: head, style, the script that sorts tables, and a footer.
+
+    Args:
+        title: One line, escaped here.
+        lead: What the page shows, escaped here.
+        sections: HTML.
+        source: Where the page's quantities come from, escaped here.
+    """
+    script = asset("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f"<title>{escape(title)}</title><style>{style()}</style></head><body>"
-        f"<header><h1>{escape(title)}</h1>"
-        '<p class="lead">How the singular values of each attention head’s context mapping matrix P (the softmax of its '
-        "scaled logits, each row of which averages over tokens) are spread, with nulls beside them. Layers and heads "
-        "are counted from 0, as in the result file.</p></header>"
+        f'<header><h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p></header>'
         f"<main>{''.join(sections)}</main>"
-        f"<footer><p>Made by rankscope {escape(str(version_of('rankscope')))} from result files alone. The "
-        "quantity is the one of Wang et al. 2020 (arXiv 2006.04768), Figure 1: sums of singular values, not of their "
-        "squares.</p></footer>"
+        f"<footer><p>Made by rankscope {escape(str(version_of('rankscope')))} from result files alone. "
+        f"{escape(source)}</p></footer>"
         f"<script>{script}</script></body></html>\n"
     )
 
