@@ -5,6 +5,7 @@ import inspect
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -63,7 +64,8 @@ class Case:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for argument, table in {**CHOICES, "mechanism": MECHANISMS, "dtype": DTYPES}.items():
+        tables: dict[str, Registry[Any]] = {**CHOICES, "mechanism": MECHANISMS, "dtype": DTYPES}
+        for argument, table in tables.items():
             table[getattr(self, argument)]
         for argument in ("n", "heads", "head_dim", "batch", "repeats", "threads", "k"):
             number = getattr(self, argument)

@@ -21,6 +21,8 @@ COMMANDS = {
     "report": Command("rankscope.cli.report", "Turn results into one self-contained page and pictures."),
     "merge": Command("rankscope.cli.merge", "Join the shards of one measurement."),
     "theory": Command("rankscope.cli.theory", "Run the theorems: Johnson-Lindenstrauss, clusters, rank collapse."),
+    "bench": Command("rankscope.cli.bench", "Time attention mechanisms on this machine, and say where each pays."),
+    "recommend": Command("rankscope.cli.recommend", "Keep exact attention, or Linformer with which k, and why."),
     "doctor": Command("rankscope.cli.doctor", "Check this machine, and how a model's attentions can be reached."),
 }
 

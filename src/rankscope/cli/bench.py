@@ -52,7 +52,7 @@ def attention(
     timeout: Annotated[float, typer.Option(help="Seconds after which a case is given up.")] = 600.0,
     seed: Annotated[int, typer.Option(help="Of inputs, weights and draws.")] = 0,
 ) -> None:
-    """Time attention mechanisms on this machine: time, peak memory, error against exact, each case in its own process."""
+    """Time attention mechanisms on this machine: seconds, peak memory, error; each case in its own process."""
     from rankscope.bench.cases import choose_mechanisms, grid
     from rankscope.bench.run import run_cases
     from rankscope.pretrained.loading import resolve_device
