@@ -15,6 +15,7 @@ from rankscope._errors import MissingExtraError, RankscopeError
 from rankscope.report import figures, reading, table
 from rankscope.report.description import Figure
 from rankscope.report.drawing import to_matplotlib
+from rankscope.report.lengths import of_several_lengths, rank_growth
 from rankscope.report.palette import COLORS, HEAT
 from rankscope.report.sections import (
     comparison_table,
@@ -73,9 +74,11 @@ def write_report(datasets: list[xr.Dataset], out: Path, *, pictures: bool = True
     if pictures and version_of("matplotlib") is None:
         raise MissingExtraError("matplotlib", "report", "writing pictures (or leave them out with pictures=False)")
     drawn = [[describe(ds, "none") for describe in PICTURES] for ds in datasets]
-    comparison = figures.compare(datasets, "none") if len(datasets) > 1 else None
+    comparisons = [figures.compare(datasets, "none")] if len(datasets) > 1 else []
+    if of_several_lengths(datasets):
+        comparisons.append(rank_growth(datasets, "none"))
     tables = [table.rows(ds) for ds in datasets]
-    page = page_of(datasets, drawn, comparison, tables)
+    page = page_of(datasets, drawn, comparisons, tables)
     out = Path(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -86,8 +89,8 @@ def write_report(datasets: list[xr.Dataset], out: Path, *, pictures: bool = True
         write_whole(out / f"{stem}heads.csv", table.to_csv(rows).encode())
         for figure in own if pictures else ():
             write_picture(figure, out / f"{stem}{figure.name}.png")
-    if comparison is not None and pictures:
-        write_picture(comparison, out / f"{comparison.name}.png")
+    for figure in comparisons if pictures else ():
+        write_picture(figure, out / f"{figure.name}.png")
     return write_whole(out / PAGE, page.encode())
 
 
@@ -120,8 +123,19 @@ def write_picture(figure: Figure, path: Path) -> None:
         raise disk_error(path, error) from None
 
 
+def side_by_side(datasets: list[xr.Dataset], names: list[str], comparisons: list[Figure]) -> list[str]:
+    """Return the sections that hold several results at once; none for a single one."""
+    if not comparisons:
+        return []
+    first, *others = comparisons
+    return [
+        section("Side by side", [comparison_table(datasets, names), picture(first)]),
+        *(section(figure.title, [picture(figure)]) for figure in others),
+    ]
+
+
 def page_of(
-    datasets: list[xr.Dataset], drawn: list[list[Figure]], comparison: Figure | None, tables: list[list[table.Row]]
+    datasets: list[xr.Dataset], drawn: list[list[Figure]], comparisons: list[Figure], tables: list[list[table.Row]]
 ) -> str:
     """Return the whole page."""
     names = reading.labels(datasets)
@@ -129,7 +143,7 @@ def page_of(
     sections = [
         said(datasets, names),
         measured(datasets, names),
-        *([section("Side by side", [comparison_table(datasets, names), picture(comparison)])] if comparison else []),
+        *side_by_side(datasets, names, comparisons),
         explained(datasets),
         *(topic([own[i] for own in drawn], names) for i in range(len(PICTURES))),
         section(
