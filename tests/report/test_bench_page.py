@@ -79,3 +79,8 @@ def test_axes_hold_every_point():
                     assert panel.y_range[0] <= y <= panel.y_range[1]
                     points += 1
         assert points > 5
+
+
+def test_a_busy_machine_is_told():
+    assert "busy machine" not in page_of(rows(load_average=0.1))
+    assert "12 of 12 cases ran on a busy machine" in page_of(rows(lengths=(512, 1024, 2048), load_average=1e6))

@@ -1,6 +1,7 @@
 """Running cases: each in a fresh process, its row on disk before the next begins."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -98,6 +99,8 @@ def run_case(
 ) -> Row:
     """Run one case in a process of its own and return its row; what does not fit or fails is a row too."""
     predicted = predict(case, rates)
+    # Of the last minute: what else kept the processors busy while this case was timed.
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     free = available_bytes(case.device) if memory_bytes is None else memory_bytes
     if free is not None and predicted.peak_bytes > free:
         found: Row = {
@@ -111,6 +114,7 @@ def run_case(
         **asdict(case),
         **empty,
         **found,
+        "load_average": load,
         "predicted": asdict(predicted),
         "rates": asdict(rates),
         "environment": environment(),

@@ -41,7 +41,7 @@ def page_of(rows: list[Row]) -> str:
     found = groups(rows)
     sections = [section("In plain words", [says(found)])]
     for group in found:
-        blocks = [f'<p class="note">{escape(group.words())}</p>']
+        blocks = [f'<p class="note">{escape(group.words())}{escape(busy(group))}</p>']
         if group.series:
             blocks += [picture(bench_figures.growth(group)), exponents(group), crossovers(group)]
             blocks += [picture(bench_figures.fronts(group)), costs(group)]
@@ -56,6 +56,17 @@ def page_of(rows: list[Row]) -> str:
         "warm-up, peak above what inputs and weights hold, error against exact attention in float64.",
         sections,
         "Table 3 is printed in Wang et al. 2020 (arXiv 2006.04768).",
+    )
+
+
+def busy(group: Group) -> str:
+    """Return a warning where other work kept the machine busy: the load before a case was above its cores."""
+    rows = [row for series in group.series for row in series.rows]
+    loaded = sum((row.get("load_average") or 0) > (row["environment"].get("cores") or 1) for row in rows)
+    return (
+        f". {loaded} of {len(rows)} cases ran on a busy machine (load above its cores): run them again"
+        if loaded
+        else ""
     )
 
 
