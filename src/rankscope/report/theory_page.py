@@ -9,11 +9,11 @@ from pathlib import Path
 import xarray as xr
 
 from rankscope._environment import version_of
+from rankscope._errors import RankscopeError
 from rankscope._registry import Registry
 from rankscope.report.html import style, write_whole
 from rankscope.report.sections import scrolling, section
 from rankscope.report.theory_figures import animation, pictures, png
-from rankscope.spectrum.parts import disk_error
 
 Rows = list[tuple[str, ...]]
 
@@ -38,7 +38,7 @@ def write_theory(ds: xr.Dataset, out: Path) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise disk_error(out, error) from None
+        raise RankscopeError(f"`out` {str(out)!r} is no folder that can be made ({error}): give another") from None
     write_whole(out / "theory.nc", bytes(ds.to_netcdf(engine="h5netcdf")))
     for name, content in drawn.items():
         write_whole(out / name, content)

@@ -289,7 +289,7 @@ def _at(matrix: Schedule, t: float) -> Array:
 
 def _tokens(dynamics: Dynamics, x0: ArrayLike) -> Array:
     x0 = np.asarray(x0, dtype=np.float64)
-    if x0.ndim != 2 or not np.isfinite(x0).all():
+    if x0.ndim != 2 or not x0.size or not np.isfinite(x0).all():
         raise RankscopeError(f"`x0` must be finite tokens of shape (n, d), got {x0.shape}")
     d = x0.shape[1]
     for head in dynamics.heads:
@@ -304,8 +304,10 @@ def _tokens(dynamics: Dynamics, x0: ArrayLike) -> Array:
 
 def _times(times: Sequence[float]) -> Array:
     found = np.asarray(times, dtype=np.float64)
-    if found.ndim != 1 or not len(found) or found[0] < 0 or (np.diff(found) <= 0).any():
-        raise RankscopeError(f"`times` must rise from 0 on, got {list(times)}")
+    if found.ndim != 1 or not len(found) or not np.isfinite(found).all() or found[0] < 0 or (np.diff(found) <= 0).any():
+        shown = [*found.flat[:3], "…", *found.flat[-1:]] if found.size > 4 else list(found.flat)
+        words = ", ".join(f"{t:g}" if isinstance(t, float) else str(t) for t in shown)
+        raise RankscopeError(f"`times` must rise from 0 on to a finite end, got {words or 'none'}")
     return found
 
 

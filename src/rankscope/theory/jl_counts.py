@@ -135,7 +135,8 @@ def count_theorem_1(
             worst = (error.abs() / row_norm[..., None, None]).amax(dim=1) / norm[..., None]
             total[i] += share.double().sum(-1).cpu()
             for j, e in enumerate(eps):
-                relative[i, j] += (share >= e).sum(-1).cpu()
+                # Not `share >= e`: where Pw is zero the share is no number, and the printed event does not happen.
+                relative[i, j] += (~(share < e)).sum(-1).cpu()
                 additive[i, j] += (worst > e).sum(-1).cpu()
     return Theorem1Counts(tuple(k), tuple(eps), draws, bound, relative, additive, total / draws)
 
@@ -300,6 +301,10 @@ def _check(P: Tensor, w: Tensor, k: Sequence[int], draws: int) -> None:
             f"the matrix must be (heads, n, m) and its vectors (heads, m, count), got {tuple(P.shape)} and "
             f"{tuple(w.shape)}: put the heads first in both"
         )
+    if not w.shape[2]:
+        raise RankscopeError(f"there must be a vector or more for each matrix, got {tuple(w.shape)}")
+    if not bool(P.isfinite().all() and w.isfinite().all()):
+        raise RankscopeError("the matrix or its vectors hold a number that is not finite: leave that window out")
     if draws < 1:
         raise RankscopeError(f"`draws` must be 1 or more, got {draws}")
     if not k or min(k) < 1:

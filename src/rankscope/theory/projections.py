@@ -152,6 +152,8 @@ def compare(
         RankscopeError: A k outside 1 to n, fewer than two test windows, or no such method.
     """
     n, windows = test.n, test.query.shape[0]
+    if not train.query.shape[0]:
+        raise RankscopeError("`train` must hold a window or more to fit on, got none")
     if windows < 2:
         raise RankscopeError(f"`test` must hold two windows or more, got {windows}: angles are between two")
     if not k or min(k) < 1 or max(k) > n:

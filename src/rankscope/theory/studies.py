@@ -10,9 +10,9 @@ import xarray as xr
 from rankscope._environment import environment
 from rankscope._errors import RankscopeError
 from rankscope.corpora import open_corpus
-from rankscope.pretrained import Pretrained, load
+from rankscope.pretrained import Pretrained, load, max_positions
 from rankscope.theory import cluster_limits, clusters, jl_counts, projections, rank_collapse
-from rankscope.theory.johnson_lindenstrauss import jl_dimension
+from rankscope.theory.johnson_lindenstrauss import exponent, jl_dimension
 from rankscope.windows import Window, packed_windows
 
 #: Settings of the flow by name, Q = K = I and a V each: examples of the theorems they are named after.
@@ -39,6 +39,10 @@ def johnson_lindenstrauss_study(
         heads and vectors; ``bound (k, eps)``; ``relative_error (matrix, vector, k)``; Theorem 2's ``theorem_2_…``
         ``(delta,)``.
     """
+    if vectors < 1:
+        raise RankscopeError(f"`vectors` must be 1 or more, got {vectors}")
+    for e in eps:
+        exponent(e)
     generator = torch.Generator().manual_seed(seed)
     loaded, (window,) = _windows(model, corpus, n, 1, seed)
     found = projections.collect(loaded.model, [window])
@@ -128,8 +132,12 @@ def clusters_study(*, flow: str, n: int, d: int, end: float, frames: int, seed: 
         raise RankscopeError(f"`flow` must be one of {', '.join(FLOWS)}, got {flow!r}")
     if (flow == "boolean") != (d == 1):
         raise RankscopeError(f"`d` must be 1 for the flow 'boolean' and more for the others, got {d} for {flow!r}")
+    if d < 1:
+        raise RankscopeError(f"`d` must be 1 or more, got {d}")
     if n < 2 or frames < 2:
         raise RankscopeError(f"`n` and `frames` must be 2 or more, got {n} and {frames}")
+    if not 0 < end < float("inf"):
+        raise RankscopeError(f"`end` must be a time above 0, got {end}")
     generator = torch.Generator().manual_seed(seed)
     value = {"collapse": -np.eye(d), "polytope_times_space": np.diag([*[1.0] * (d - 1), -0.5])}.get(flow, np.eye(d))
     if flow == "hyperplanes":
@@ -222,6 +230,10 @@ def projections_study(
     Returns:
         ``error (projection, layer, k, head)``, ``overlap (layer, k, head)``, ``chance (k,)``.
     """
+    if train_windows < 1 or test_windows < 2:
+        raise RankscopeError(
+            f"`train_windows` must be 1 or more and `test_windows` 2 or more, got {train_windows} and {test_windows}"
+        )
     loaded, windows = _windows(model, corpus, n, train_windows + test_windows, seed)
     generator = torch.Generator().manual_seed(seed)
     found = projections.collect(loaded.model, windows)
@@ -255,7 +267,12 @@ def projections_study(
 
 
 def _windows(model: str, corpus: str, n: int, count: int, seed: int) -> tuple[Pretrained, list[Window]]:
+    if count < 1:
+        raise RankscopeError(f"`windows` must be 1 or more, got {count}")
     loaded = load(model)
+    limit = max_positions(loaded.model)
+    if limit is not None and n > limit:
+        raise RankscopeError(f"`n` must be at most the {limit} positions of {model!r}, got {n}: take a smaller n")
     windows = list(packed_windows(open_corpus(corpus), loaded.tokenizer, n, limit=count, seed=seed))
     if len(windows) < count:
         raise RankscopeError(f"`corpus` gives {len(windows)} windows of n={n}, {count} are wanted: ask for fewer")
