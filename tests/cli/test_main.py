@@ -64,7 +64,7 @@ def test_measure_then_report(capsys, model_folder, text, tmp_path):
     )
     assert code == 0, err
     assert "self-check: passed" in printed
-    assert sorted(path.name for path in out.iterdir()) == ["parts", "settings.json", "spectrum.nc"]
+    assert sorted(path.name for path in out.iterdir()) == ["description.json", "parts", "settings.json", "spectrum.nc"]
     dataset = rankscope.load(out)
     assert dataset.sizes["window"] == 5
     code, printed, err = call(capsys, "report", out)
@@ -78,7 +78,7 @@ def test_doctor_tells_how_each_attention_is_reached_and_checks_itself(capsys, mo
     code, printed, err = call(capsys, "doctor", model_folder)
     assert code == 0, err
     assert printed.count("routed") >= 2
-    assert re.search(r"passed\W+True", printed)
+    assert re.search(r"passed\W+yes", printed)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,8 @@ def test_doctor_tells_how_each_attention_is_reached_and_checks_itself(capsys, mo
         (["MODEL", "TEXT", "--n", "9999"], "positions: choose --n"),
         (["MODEL", "TEXT", "--nulls", "gausian"], "did you mean 'gaussian'"),
         (["MODEL", "TEXT", "--layers", "first"], "`layers` must be numbers"),
+        (["MODEL", "TEXT", "--heads", "3-1"], "from the lower to the higher"),
+        (["MODEL", "TEXT", "--heads", "0-999999999999"], "below 10000"),
         (["MODEL", "no/such/file.txt"], "no/such/file.txt"),
         (["no/such/model", "TEXT"], "no/such/model"),
         (["MODEL", "TEXT", "--column", "body"], "body"),
@@ -100,6 +102,13 @@ def test_a_users_mistake_is_one_line_and_exit_code_two(capsys, model_folder, tex
     assert len(line) == 1
     assert message in line[0]
     assert "Traceback" not in err
+
+
+def test_a_refused_setting_can_be_corrected_in_the_same_folder(capsys, model_folder, text, tmp_path):
+    given = ["measure", model_folder, text, "--n", 24, "--windows", 1, "--nulls", "none", "--out", tmp_path / "run"]
+    assert call(capsys, *given, "--heads", "999")[0] == 2
+    code, _, err = call(capsys, *given, "--heads", "0")
+    assert code == 0, err
 
 
 def test_an_unknown_option_is_refused(capsys, model_folder, text, tmp_path):

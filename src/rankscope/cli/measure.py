@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+MOST_NUMBERS = 10_000
+
 
 def numbers(text: str | None, argument: str) -> list[int] | None:
     """Read ``0,3-5`` as ``[0, 3, 4, 5]`` and ``all`` or nothing as ``None``.
@@ -28,9 +30,16 @@ def numbers(text: str | None, argument: str) -> list[int] | None:
     for piece in text.split(","):
         first, dash, last = piece.strip().partition("-")
         try:
-            chosen += range(int(first), int(last if dash else first) + 1)
+            low, high = int(first), int(last if dash else first)
         except ValueError:
             raise RankscopeError(f"`{argument}` must be numbers such as 0,3-5 or all, got {text!r}") from None
+        # Far above any model's count, and far below what would fill the memory before the model is asked.
+        if not low <= high < MOST_NUMBERS:
+            raise RankscopeError(
+                f"`{argument}` must be numbers below {MOST_NUMBERS}, a range from the lower to the higher as 3-5, "
+                f"got {text!r}"
+            )
+        chosen += range(low, high + 1)
     return sorted(set(chosen))
 
 

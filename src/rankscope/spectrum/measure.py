@@ -27,6 +27,8 @@ from rankscope.windows import Window, packed_windows, sentence_windows
 PACKINGS = ("packed", "sentence")
 LEAST_WINDOWS_TO_STOP = 16
 LEFT_OUT_SHARE = 0.1
+# What the result's file holds as one number, and numpy's seeds take no negative ones.
+SEEDS = 2**63
 # P in float32, its float64 copy, the Gram matrix and its workspace.
 BYTES_PER_ENTRY = 28
 MEMORY_SHARE = 0.8
@@ -116,7 +118,15 @@ def measure(
     if method not in ("auto", MATRIX_FREE):
         METHODS[method]
     check_shard(shard, half_width)
-    workers = workers or os.cpu_count() or 1
+    for name, chosen in (("layers", layers), ("heads", heads)):
+        if chosen is not None and len(chosen) == 0:
+            raise RankscopeError(f"`{name}` must hold at least one number, got none: leave it out for all")
+    if not 0 <= seed < SEEDS:
+        raise RankscopeError(f"`seed` must lie between 0 and 2**63 - 1, got {seed}")
+    if workers is None:
+        workers = os.cpu_count() or 1
+    elif workers < 1:
+        raise RankscopeError(f"`workers` must be at least 1, got {workers}: leave it out for the machine's cores")
     chosen_nulls = choose_nulls(nulls, matrix_free=method == MATRIX_FREE)
     pretrained = load(model, dtype=dtype, device=device, tokenizer=tokenizer)
     limit = max_positions(pretrained.model)
@@ -153,11 +163,12 @@ def measure(
     with tempfile.TemporaryDirectory() as scratch:
         folder = RunFolder(Path(scratch if out is None else out))
         first = next(stream)
-        folder.claim(settings)
         index = (long_index(n) if method == MATRIX_FREE else np.arange(1, n + 1)) if packing == "packed" else None
         plan = Plan(method, tolerance, width, seed, index)
         with Runner(pretrained, chosen_nulls, null_windows, plan, layers, heads, workers, batch_size) as runner:
             facts = runner.inspect(first)
+            # Not before the model has taken them: a refused setting must not bar the folder to its correction.
+            folder.claim(settings)
             done = run_parts(folder, runner, chain_first(first, stream), windows, half_width, shard, progress)
         description = {
             "windows": done,
