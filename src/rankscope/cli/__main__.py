@@ -20,7 +20,10 @@ COMMANDS = {
     "measure": Command("rankscope.cli.measure", "Measure a model's attention spectra on a text, nulls beside them."),
     "report": Command("rankscope.cli.report", "Turn results into one self-contained page and pictures."),
     "merge": Command("rankscope.cli.merge", "Join the shards of one measurement."),
-    "truncate": Command("rankscope.cli.truncate", "Truncate every head to rank k: the price in the model's own output."),
+    "truncate": Command(
+        "rankscope.cli.truncate", "Truncate every head to rank k: the price in the model's own output."
+    ),
+    "convert": Command("rankscope.cli.convert", "Fit Linformer projections to an encoder, and say what they cost."),
     "theory": Command("rankscope.cli.theory", "Run the theorems: Johnson-Lindenstrauss, clusters, rank collapse."),
     "bench": Command("rankscope.cli.bench", "Time attention mechanisms on this machine, and say where each pays."),
     "recommend": Command("rankscope.cli.recommend", "Keep exact attention, or Linformer with which k, and why."),
