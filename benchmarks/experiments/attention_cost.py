@@ -255,7 +255,8 @@ def verdict_words(result: Result) -> str:
         who = "both premises do equally well" if tie else f"*{best}* do better"
         lines.append(
             f"Against {NAMES[yardstick]} {who} at telling which mechanisms cross within the measured lengths: "
-            f"operations are right for {counts['operations']} of {own['operations']['of']}, bytes for {counts['bytes']}."
+            f"operations are right for {counts['operations']} of {own['operations']['of']}, "
+            f"bytes for {counts['bytes']}."
         )
     return "\n".join(lines)
 

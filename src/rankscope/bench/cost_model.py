@@ -217,7 +217,7 @@ def fast_memory() -> int:
         return FAST_MEMORY
 
 
-def measure_rates(device: str = "cpu", *, size: int = 2048, rounds: int = 5) -> Rates:
+def measure_rates(device: str = "cpu", *, size: int = 2048, rounds: int = 3) -> Rates:
     """Measure the machine: a ``size`` × ``size`` float32 product, and a copy of 16 times as many elements.
 
     Args:

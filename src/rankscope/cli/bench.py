@@ -55,15 +55,19 @@ def attention(
     """Time attention mechanisms on this machine: seconds, peak memory, error; each case in its own process."""
     from rankscope.bench.cases import choose_mechanisms, grid
     from rankscope.bench.run import run_cases
-    from rankscope.pretrained.loading import resolve_device
 
+    if device != "cpu":
+        # Imported only here: it takes longer to load than a short case to run.
+        from rankscope.pretrained.loading import resolve_device
+
+        device = str(resolve_device(device))
     settings: dict[str, Any] = {
         "heads": heads,
         "head_dim": head_dim,
         "batch": batch,
         "repeats": repeats,
         "dtype": dtype,
-        "device": str(resolve_device(device)),
+        "device": device,
         "causal": causal,
         "padding": padding,
         "threads": threads,

@@ -85,7 +85,7 @@ def growth_panel(group: Group, field: str, title: str, words: object) -> Panel |
         return None
     x_range, x_ticks = octaves(lengths)
     y_range, y_ticks = decades([v for line in lines for v in line.y], words)
-    return Panel(title, "n, tokens", title, tuple(lines), x_range, y_range, x_ticks, y_ticks)
+    return Panel(title, "n, tokens", "", tuple(lines), x_range, y_range, x_ticks, y_ticks)
 
 
 def growth(group: Group) -> Figure:
@@ -120,7 +120,7 @@ def front_panel(group: Group, n: int, field: str, title: str, words: object) -> 
     line = Line(tuple(x for x, _ in best), tuple(y for _, y in best), "not beaten in both", "muted", dash="2 3")
     x_range, x_ticks = decades([x for x, _ in points], words)
     y_range, y_ticks = decades([y for _, y in points], error_words)
-    return Panel(f"n = {n:,}", title, "relative error", (line, *marks), x_range, y_range, x_ticks, y_ticks)
+    return Panel(f"relative error at n = {n:,}", title, "", (line, *marks), x_range, y_range, x_ticks, y_ticks)
 
 
 def fronts(group: Group) -> Figure:

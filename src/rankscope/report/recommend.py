@@ -142,13 +142,13 @@ def spectrum_lines(ds: xr.Dataset, needed: dict[int, int], keep: float, n: int) 
         f"To hold {share} of the sum of singular values of {reading.model_name(ds)} on {reading.corpus_name(ds)}, "
         f"the layers need k of (layer: k) {listed}, of n = {n:,}."
     ]
+    told = []
     for name in reading.nulls(ds):
         null = needed_k(ds, name, keep, n)
         if null:
-            lines.append(
-                f"For comparison, {reading.null_label(name)} needs {min(null.values())} to {max(null.values())}: "
-                "only what lies below that is the training's doing."
-            )
+            told.append(f"{reading.null_label(name)} {min(null.values())} to {max(null.values())}")
+    if told:
+        lines.append(f"The nulls need, by layer: {'; '.join(told)}. Only what lies below them is the training's doing.")
     return lines
 
 
@@ -157,7 +157,7 @@ def cost_lines(times: Times, n: int, k: int) -> list[str]:
     ratio = times.exact / times.linformer
     lines = [
         f"At n = {n:,} and k = {k} exact fused attention takes {seconds_words(times.exact)}, Linformer "
-        f"{seconds_words(times.linformer)} ({ratio:.2g} times less): {times.source}."
+        f"{seconds_words(times.linformer)} ({ratio:.2g} times as fast): {times.source}."
     ]
     if not isnan(times.exact_bytes) and not isnan(times.linformer_bytes):
         lines.append(
