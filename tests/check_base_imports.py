@@ -46,4 +46,5 @@ def main() -> None:
         sys.exit(subprocess.run([sys.executable, "-S", "-c", EVERY], env=environment, check=False).returncode)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -78,6 +78,22 @@ def print_model(console: Console, name: str, dtype: str, device: str) -> bool:
     check = self_check(pretrained.model, inputs, find_route(pretrained.model, inputs))
     result = Table(title="Self-check on one batch", show_header=False)
     for key, value in check.items():
-        result.add_row(key.replace("_", " "), str(value))
+        result.add_row(key.replace("_", " "), plain(value))
     console.print(result)
     return bool(check["passed"])
+
+
+def plain(value: object) -> str:
+    """Write a self-check's value for people.
+
+    Example:
+        >>> plain(3.5762786865234375e-07), plain(None), plain([]), plain(True)
+        ('3.6e-07', 'not checked', 'none', 'yes')
+    """
+    if value is None:
+        return "not checked"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return "; ".join(map(str, value)) or "none"
+    return f"{value:.2g}" if isinstance(value, float) else str(value)

@@ -17,12 +17,17 @@ DRAWS = 2000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over windows with its interval; ``low`` and ``high`` are NaN where one window gives none."""
+    """A mean over windows with its interval; ``low`` and ``high`` are NaN where one window gives none.
+
+    ``is_of_one_document`` says that several windows share one document, so that they could not be clustered by it and
+    the interval speaks of that document alone.
+    """
 
     value: float
     low: float
     high: float
     windows: int
+    is_of_one_document: bool = False
 
     @property
     def has_interval(self) -> bool:
@@ -75,7 +80,9 @@ def estimate(values: Array, documents: Labels | None = None, *, confidence: floa
         (3, -0.48, 4.48, 0)
     """
     mean, low, high = mean_interval(values, documents, confidence=confidence)
-    return Estimate(float(mean), float(low), float(high), int((~np.isnan(values)).sum()))
+    counted = ~np.isnan(values)
+    alone = documents is not None and counted.sum() > 1 and len(np.unique(documents[counted])) == 1
+    return Estimate(float(mean), float(low), float(high), int(counted.sum()), alone)
 
 
 def difference(values: Array, others: Array, documents: Labels | None = None, *, confidence: float = 0.95) -> Estimate:

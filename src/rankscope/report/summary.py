@@ -183,7 +183,7 @@ def logits(ds: xr.Dataset) -> list[str]:
     names = reading.layer_names(ds)
     where = f"from {means[low]:.2f} (layer {names[low]}) to {means[high]:.2f} (layer {names[high]})"
     where = f"by {means[low]:.2f}" if low == high else where
-    return [f"Logits deviate {where} within a row; the smaller that is, the more concentrated a map is by scale alone."]
+    return [f"Logits vary {where} within a row (root mean square): the scale that the nulls are matched to."]
 
 
 def limits(ds: xr.Dataset) -> list[str]:
@@ -286,12 +286,17 @@ def within(e: Estimate, unit: object) -> str:
     write = percent if unit is percent else points
     low, high = write(e.low), write(e.high)
     low = low.removesuffix(" %").removesuffix(" points")
-    return f" (95 % interval {low} to {high}, {counted(e.windows, 'window')})"
+    source = counted(e.windows, "window") + (" of one document" if e.is_of_one_document else "")
+    return f" (95 % interval {low} to {high}, {source})"
 
 
 def rho_words(t: DepthTrend) -> str:
     """Return Spearman's ρ with p and its interval."""
-    over = "" if isnan(t.rho_low) else f", ρ over windows {decimal(t.rho_low)} to {decimal(t.rho_high)}"
+    over = (
+        ""
+        if isnan(t.rho_low) or decimal(t.rho_low) == decimal(t.rho_high)
+        else f", ρ over windows {decimal(t.rho_low)} to {decimal(t.rho_high)}"
+    )
     p = decimal(t.p)
     p = p if p.startswith("<") else f"= {p}"
     return (
