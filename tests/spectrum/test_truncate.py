@@ -236,5 +236,5 @@ def test_weights_that_give_no_finite_map_are_named_by_layer_and_window():
     model = masked_lm()
     with torch.no_grad():
         model.bert.encoder.layer[1].attention.self.query.weight[0, 0] = torch.nan
-    with pytest.raises(RankscopeError, match="finite"):
+    with pytest.raises(RankscopeError, match=r"encoder\.layer\.1.*no finite attention \(window 0, head 0\)"):
         run(model, windows=1)
