@@ -122,6 +122,18 @@ def test_saved_projections_come_back_in_a_fresh_model(tmp_path):
     assert torch.equal(output(fresh, inputs), expected)
 
 
+def test_projections_of_a_model_with_a_head_fit_the_encoder_alone(tmp_path):
+    headed = BertForMaskedLM(encoder("bert").config)
+    linformerize(headed, k=4, generator=seeded())
+    file = save_projections(headed, tmp_path / "p.safetensors")
+    alone, again = headed.bert, BertForMaskedLM(encoder("bert").config)
+    restore(headed)
+    load_projections(alone, file)
+    assert alone.rankscope_projections.settings.modules[0] == "encoder.layer.0.attention.self"
+    back = load_projections(again, save_projections(alone, file))
+    assert back.settings.modules[1] == "bert.encoder.layer.1.attention.self"
+
+
 def test_a_file_that_does_not_fit_says_what_differs(tmp_path):
     model = encoder("bert")
     linformerize(model, k=4, generator=seeded())

@@ -7,7 +7,7 @@ n × n map; for the rest of the speed, convert the checkpoint (:mod:`rankscope.m
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +258,7 @@ def load_projections(model: nn.Module, path: str | Path) -> InPlaceProjections:
 
     Args:
         model: The model they were made for: one of :func:`linformerize` with the same settings, or one that still
-            has its own attention.
+            has its own attention. It may have another head, or none.
         path: The file.
 
     Returns:
@@ -268,9 +268,9 @@ def load_projections(model: nn.Module, path: str | Path) -> InPlaceProjections:
         RankscopeError: No such file, a broken or foreign one, or settings that differ, naming each.
     """
     settings, tensors = _read(Path(path))
-    held = getattr(model, HOME, None)
-    if held is None:
-        known = attention_modules(model)
+    known = attention_modules(model)
+    settings = replace(settings, modules=_relocated(settings.modules, known))
+    if getattr(model, HOME, None) is None:
         if missing := [module for module in settings.modules if module not in known]:
             raise RankscopeError(
                 f"`path` {str(path)!r} is for attention modules that {type(unwrapped(model)).__name__} lacks "
@@ -306,6 +306,26 @@ def load_projections(model: nn.Module, path: str | Path) -> InPlaceProjections:
             )
     bank.load_state_dict(tensors)
     return bank
+
+
+def _relocated(paths: list[str], known: Iterable[str]) -> list[str]:
+    """The paths in a model with another head, or none, where the encoder has a prefix more or less."""
+    known = set(known)
+    if not paths or known.issuperset(paths):
+        return paths
+    first = paths[0]
+    for place in sorted(known):
+        if place.endswith(f".{first}"):
+            prefix = place.removesuffix(first)
+            moved = [prefix + path for path in paths]
+        elif first.endswith(f".{place}"):
+            prefix = first.removesuffix(place)
+            moved = [path.removeprefix(prefix) for path in paths]
+        else:
+            continue
+        if known.issuperset(moved):
+            return moved
+    return paths
 
 
 def _read(path: Path) -> tuple[Settings, dict[str, Tensor]]:
