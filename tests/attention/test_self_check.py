@@ -105,3 +105,15 @@ def test_a_route_that_does_not_fit_is_refused() -> None:
     routed = find_route(model, tiny_inputs("bert"))
     with pytest.raises(RankscopeError, match="does not fit"):
         self_check(tiny_model("mpnet"), tiny_inputs("mpnet"), routed)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+@pytest.mark.parametrize("length", [12, 40])
+def test_a_decoder_as_long_as_its_encoder_passes(name: str, length: int) -> None:
+    """At the padded encoder's length the decoder's own maps were cut too, and no shape agreed."""
+    model = tiny_model(name)
+    ids = torch.arange(4, 4 + length).remainder(20).add(4).unsqueeze(0)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": ids}
+    check = self_check(model, inputs, find_route(model, inputs))
+    assert check["passed"], check["reasons"]
+    assert check["padding_right"] is not None

@@ -153,7 +153,11 @@ def _check_padding(model: nn.Module, example: dict[str, Any], route: Route, foun
     # The example gives up its last tokens, so that the padded one is no longer than what the model has just taken;
     # a mask that is lost shows in a short text as in a long one.
     n = min(example["input_ids"].shape[1] - PAD, PADDED_TOKENS)
-    short = {name: given[:, :n] if name in TOKEN_INPUTS else given for name, given in example.items()}
+    # The decoder is shortened too: at the padded encoder's length its maps would be cut for the encoder's padding.
+    short = {
+        name: given[:, :n] if name.removeprefix("decoder_") in TOKEN_INPUTS else given
+        for name, given in example.items()
+    }
     short["attention_mask"] = torch.ones_like(short["input_ids"])
     reference = _maps(model, short, route, None)
     for side in ("right", "left"):
