@@ -62,6 +62,7 @@ def first(result: Result) -> str:
     failures.append(["*additive event,*", "*the worst of all*", *(f"{value:.3f}" for value in worst)])
     failures.append(["*its bound*", "", *(f"{data['bound']['data'][c][at]:.3g}" for c in chosen)])
     attrs, delta = counts["attrs"], "theorem_2_relative_error"
+    missed_2 = data["theorem_2_missed"]["data"]
     errors_2, dependence = data[delta]["data"], data["theorem_2_query_dependence"]["data"]
     return f"""Both halves of "attention is low rank" run here: Linformer's Theorems 1 and 2
 ([arXiv 2006.04768](https://arxiv.org/abs/2006.04768)) and the clustering of tokens under attention alone
@@ -117,10 +118,11 @@ k = {attrs["theorem_2_k"]} on the same layer:
                 "δ",
                 "relative error of PV",
                 "query dependence (exact: " + f"{attrs['theorem_2_exact_query_dependence']:.2f})",
+                "rows that miss the printed event",
             ],
             [
-                [f"{d:g}", f"{e:.3f}", f"{q:.2g}"]
-                for d, e, q in zip(counts["coords"]["delta"]["data"], errors_2, dependence, strict=True)
+                [f"{d:g}", f"{e:.3f}", f"{q:.2g}", f"{m:.2%}"]
+                for d, e, q, m in zip(counts["coords"]["delta"]["data"], errors_2, dependence, missed_2, strict=True)
             ],
         )
     }
@@ -215,6 +217,7 @@ def projections(result: Result) -> str:
         ["by chance, k/n", *(f"{v:.3f}" for v in overlap["chance"])],
     ]
     own, fixed = result["error"]["svd_of_P"]["mean"], result["error"]["fixed_subspace_of_P"]["mean"]
+    output = result["error"]["fixed_subspace_of_PV"]["mean"]
     mean, convolution = (result["error"][name]["mean"] for name in ("mean_pooling", "convolution"))
     learned, settings = result["error"]["learned"]["mean"], result["settings"]
     at = -1
@@ -226,8 +229,9 @@ what is fitted is fitted on {settings["train_windows"]} windows and judged on {s
 {table(["projection", *(f"k = {length}" for length in k)], rows)}
 
 `gaussian theorem 1` is P RᵀR V; `gaussian`, `mean pooling`, `convolution` and `learned` are Linformer heads
-softmax(Q(EK)ᵀ)FV; `fixed subspace of P` is P UUᵀV with the one U that is best for P over the windows fitted on; `svd of
-P` gives each window its own U; `best of PV` is the floor, zero from k = head width on.
+softmax(Q(EK)ᵀ)FV; `fixed subspace of P` is P UUᵀV with the one U that is best for P over the windows fitted on;
+`fixed subspace of PV` is UUᵀPV with the one U that is best for the outputs themselves, in closed form; `svd of P` gives
+each window its own U; `best of PV` is the floor, zero from k = head width on.
 
 ![Error at equal k](images/theory_projections.png)
 
@@ -240,8 +244,8 @@ two windows' leading right subspaces of P:
 
 At k = {k[0]} they share {overlap["mean"][0]:.3f} where chance gives {overlap["chance"][0]:.3f}, at k = {k[at]}
 {overlap["mean"][at]:.3f} against {overlap["chance"][at]:.3f}. At k = {k[at]} a window's own subspace leaves an error of
-{own[at]:.3f}, the best fixed one {fixed[at]:.3f}, mean pooling {mean[at]:.3f} and a learned Linformer head
-{learned[at]:.3f} (200 Adam steps from mean pooling, per head, in an otherwise unchanged model, the best iterate on
+{own[at]:.3f}, the best fixed one {fixed[at]:.3f} (fixed for the outputs: {output[at]:.3f}), mean pooling {mean[at]:.3f} and a
+learned Linformer head {learned[at]:.3f} (200 Adam steps from mean pooling, per head, in an otherwise unchanged model, the best iterate on
 windows held out). So what P's low rank offers lies mostly in each input's own subspace, and a fixed E is far from it
 on this model as it was trained. (With so few windows the learned heads' k·n numbers learn by heart: the convolution's
 n/k numbers give {convolution[at]:.3f}.) Training the whole model around E and F is another matter, not measured."""

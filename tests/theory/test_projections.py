@@ -49,7 +49,7 @@ def test_floor_is_zero_from_the_head_width_on(comparison):
 
 
 def test_whole_length_is_exact_where_the_projection_is_the_identity(comparison):
-    for name in ("mean_pooling", "fixed_subspace_of_P", "svd_of_P"):
+    for name in ("mean_pooling", "fixed_subspace_of_P", "fixed_subspace_of_PV", "svd_of_P"):
         assert (comparison.error[name][-1] < 1e-5).all(), name
 
 
@@ -64,6 +64,14 @@ def test_own_subspaces_keep_more_of_P_than_a_fixed_one():
     assert kept < (P @ fixed @ fixed.mT - P).norm()
     own = _right_vectors([test.P(0)])[..., :4].double()
     assert (P @ own @ own.mT - P).norm().item() == pytest.approx(kept.item(), rel=1e-5)
+
+
+def test_fixed_subspace_of_the_output_is_the_best_of_its_kind_for_the_windows_it_was_fitted_on():
+    # One window: the best k-dimensional subspace of PV is the one of its own truncated SVD, the floor.
+    both = heads(2, seed=3)
+    same = Heads(*(part[:1].repeat(2, 1, 1, 1) for part in (both.query, both.key, both.value)), 0.5)
+    error = compare(same, same, k=[2], generator=generator(), methods=["fixed_subspace_of_PV", "best_of_PV"]).error
+    torch.testing.assert_close(error["fixed_subspace_of_PV"], error["best_of_PV"], rtol=1e-4, atol=1e-5)
 
 
 def test_fitting_helps_on_windows_it_did_not_see(comparison):

@@ -10,7 +10,7 @@ import xarray as xr
 from rankscope._errors import MissingExtraError
 from rankscope._registry import Registry
 
-INKS = ("#0b5c8a", "#c2571a", "#1c7a4d", "#7a3b8f", "#8a6d0b", "#a61b32", "#4a5563", "#000000")
+INKS = ("#0b5c8a", "#c2571a", "#1c7a4d", "#7a3b8f", "#8a6d0b", "#a61b32", "#4a5563", "#000000", "#2a9d9d")
 Pictures = dict[str, Any]
 
 

@@ -3,7 +3,8 @@ r"""At equal k: what a head's output loses under each projection of the sequence
 Three families, for one head with context map P and value V:
 
 * Linformer's head, :math:`\mathrm{softmax}(\text{scaling} \cdot Q (E K)^\top)\, F V`, which never makes P;
-* a projection after the softmax, :math:`P U U^\top V`, which makes P first: a reference, not a method;
+* a projection after the softmax, :math:`P U U^\top V`, which makes P first, or of the output,
+  :math:`U U^\top P V`: references, not methods;
 * the best matrix of rank k in the place of PV, the floor below which nothing of rank k goes.
 
 The error is :math:`\|\text{output} - PV\| / \|PV\|` (Frobenius, per head and window). What is fitted is fitted on
@@ -288,6 +289,13 @@ def _fixed_subspace(task: Task) -> Tensor:
     return _judge(task, lambda window, P: (P @ U) @ (U.mT @ task.test.value[window]))
 
 
+def _fixed_output_subspace(task: Task) -> Tensor:
+    """Keep the part of PV in the k dimensions that hold most of it over the windows fitted on: in closed form."""
+    outputs = [task.train.P(i) @ task.train.value[i] for i in range(task.train.query.shape[0])]
+    U = _right_vectors([output.mT for output in outputs])[..., : task.k]
+    return _judge(task, lambda window, P: U @ (U.mT @ (P @ task.test.value[window])))
+
+
 def _own_subspace(task: Task) -> Tensor:
     def output(window: int, P: Tensor) -> Tensor:
         U = task.right[window, ..., : task.k]
@@ -316,6 +324,7 @@ METHODS: Registry[Callable[[Task], Tensor]] = Registry(
         "convolution": _convolution,
         "learned": _learned,
         "fixed_subspace_of_P": _fixed_subspace,
+        "fixed_subspace_of_PV": _fixed_output_subspace,
         "svd_of_P": _own_subspace,
         "best_of_PV": _floor,
     },
