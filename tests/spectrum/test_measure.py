@@ -18,6 +18,7 @@ from rankscope._errors import RankscopeError
 from rankscope.spectrum import runner as runner_module
 from rankscope.spectrum.nulls import NULLS
 from tiny_measure import DOCUMENTS, tiny_bert, tiny_causal, tiny_t5, word_tokenizer
+from zoo import tiny_model
 
 SMALL = {"n": 24, "windows": 6, "null_windows": 2, "workers": 2}
 
@@ -219,6 +220,12 @@ def test_a_window_of_non_finite_logits_is_left_out_and_counted(monkeypatch):
     clean = run(windows=12, n=12)
     kept = clean.effective_rank.sel(window=result.window)
     np.testing.assert_array_equal(result.effective_rank, kept)
+
+
+def test_a_null_the_model_can_not_serve_is_refused_before_the_folder_is_taken(tmp_path):
+    with pytest.raises(RankscopeError, match="gaussian_moments"):
+        run(tiny_model("mpnet"), nulls="all", out=tmp_path)
+    assert run(tiny_model("mpnet"), nulls="gaussian", out=tmp_path).reached.values.tolist() == ["fallback"] * 2
 
 
 def test_an_n_too_large_for_memory_is_refused_before_anything_runs_and_names_the_way():

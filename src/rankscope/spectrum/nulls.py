@@ -20,6 +20,10 @@ from rankscope.spectrum.heads import Head, row_variance
 from rankscope.spectrum.heads import deviation as deviation_of
 
 DEFAULT_NULLS = ("untrained_scaled", "gaussian", "shuffled_rows")
+QUERY_AND_KEY_NEEDED = (
+    "null 'gaussian_moments' needs each head's query and key, and this model hands out only its weights "
+    "(it does not use the attention interface): leave it out of --nulls"
+)
 MATRIX_FREE_NULLS = ("untrained_scaled", "gaussian")
 
 
@@ -74,10 +78,7 @@ def gaussian(head: Head, deviation: float, generator: torch.Generator) -> Head:
 def gaussian_moments(head: Head, deviation: float, generator: torch.Generator) -> Head:
     """Normal query and key with the means and covariances that the head's tokens have in this window."""
     if head.query is None or head.key is None:
-        raise RankscopeError(
-            "null 'gaussian_moments' needs each head's query and key, and this model hands out only its weights "
-            "(it does not use the attention interface): leave it out of --nulls"
-        )
+        raise RankscopeError(QUERY_AND_KEY_NEEDED)
     query = normal_like(head.query, generator)
     return replace(head, query=query, key=normal_like(head.key, generator))
 

@@ -20,7 +20,7 @@ from rankscope.spectrum.dataset import TRAINED, LayerInfo
 from rankscope.spectrum.heads import NO_MASK, MaskRule, fused_output, heads_of
 from rankscope.spectrum.job import HeadSpectrum, Place, Plan, head_spectra
 from rankscope.spectrum.matrix_free import MATRIX_FREE, mask_rule
-from rankscope.spectrum.nulls import NULLS, generator_for
+from rankscope.spectrum.nulls import NULLS, QUERY_AND_KEY_NEEDED, generator_for
 from rankscope.spectrum.parts import Part, add_notes, window_hash
 from rankscope.windows import Window, random_token_window
 
@@ -92,6 +92,8 @@ class Runner:
         short = replace(window, input_ids=window.input_ids[:CHECKED_TOKENS])
         inputs, _ = self.inputs([short])
         self.route = find_route(self.pretrained.model, inputs)
+        if self.route.reached == "fallback" and "gaussian_moments" in self.nulls:
+            raise RankscopeError(QUERY_AND_KEY_NEEDED)
         met: list[LayerInfo] = []
 
         def note(call: AttentionCall) -> None:
