@@ -244,11 +244,12 @@ two windows' leading right subspaces of P:
 
 At k = {k[0]} they share {overlap["mean"][0]:.3f} where chance gives {overlap["chance"][0]:.3f}, at k = {k[at]}
 {overlap["mean"][at]:.3f} against {overlap["chance"][at]:.3f}. At k = {k[at]} a window's own subspace leaves an error of
-{own[at]:.3f}, the best fixed one {fixed[at]:.3f} (fixed for the outputs: {output[at]:.3f}), mean pooling {mean[at]:.3f} and a
-learned Linformer head {learned[at]:.3f} (200 Adam steps from mean pooling, per head, in an otherwise unchanged model, the best iterate on
-windows held out). So what P's low rank offers lies mostly in each input's own subspace, and a fixed E is far from it
-on this model as it was trained. (With so few windows the learned heads' k·n numbers learn by heart: the convolution's
-n/k numbers give {convolution[at]:.3f}.) Training the whole model around E and F is another matter, not measured."""
+{own[at]:.3f}, the best fixed one {fixed[at]:.3f} (fixed for the outputs: {output[at]:.3f}),
+mean pooling {mean[at]:.3f} and a learned Linformer head {learned[at]:.3f} (200 Adam steps from mean pooling, per head,
+in an otherwise unchanged model, the best iterate on windows held out). So what P's low rank offers lies mostly in each
+input's own subspace, and a fixed E is far from it on this model as it was trained. (With so few windows
+the learned heads' k·n numbers learn by heart: the convolution's n/k numbers give {convolution[at]:.3f}.)
+Training the whole model around E and F is another matter, not measured."""
 
 
 def again(result: Result) -> str:
