@@ -10,7 +10,7 @@ import xarray as xr
 
 from rankscope.report.description import Figure, Line, Mark, Panel, Ticks, number_ticks
 from rankscope.report.html import shell, write_picture, write_whole
-from rankscope.report.palette import layer_color
+from rankscope.report.palette import layer_color, null_number
 from rankscope.report.sections import picture, scrolling, section
 from rankscope.spectrum.intervals import mean_interval
 from rankscope.spectrum.parts import disk_error
@@ -20,7 +20,7 @@ PAGE = "truncation.html"
 LOOKS = {
     "best": ("best rank k", "set-0", "circle"),
     "remasked": ("best rank k, re-masked", "set-2", "square"),
-    "random": ("random projection", "set-1", "triangle"),
+    "random": ("random projection", "muted", "triangle"),
 }
 Numbers = tuple[float, ...]
 
@@ -84,7 +84,7 @@ def output_figure(ds: xr.Dataset) -> Figure:
         ranks = dict(zip(map(str, ds.baseline.values), map(float, ds.marked_rank.values), strict=True))
     for at, (name, rank) in enumerate(ranks.items()):
         words = f"90 % of σ²: {name.replace('_', ' ')}, k = {rank:.0f}"
-        color = "trained" if at == 0 else f"null-{(at - 1) % 7}"
+        color = "trained" if at == 0 else f"null-{null_number(name, list(ranks)[1:])}"
         where = min(max(log2(rank), reach[0]), reach[1])
         marks.append(Line((where, where), (bottom, top), words, color, dash="6 3"))
     return Figure(
