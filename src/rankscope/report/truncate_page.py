@@ -105,7 +105,7 @@ def value_figure(ds: xr.Dataset) -> Figure:
     marks: list[Mark] = [
         line(ds, heads_mean(ds.pv_error.sel(variant=name)), *LOOKS[str(name)]) for name in ds.variant.values
     ]
-    marks.append(line(ds, heads_mean(ds.predicted_error), "√(Σᵢ₍ᵢ>k₎ σᵢ² / Σσᵢ²)", "ink", "", dash="6 3"))
+    marks.append(line(ds, heads_mean(ds.predicted_error), "√(σ² beyond k / all σ²)", "ink", "", dash="6 3"))
     top = max(max(mark.y) for mark in marks if isinstance(mark, Line)) * 1.05 + 1e-9
     panels = [panel(ds, "relative error of P V", "‖P̂V − PV‖ / ‖PV‖", marks, 0.0, top)]
     if "remasked" in ds.variant.values:
@@ -224,12 +224,13 @@ def page_of(ds: xr.Dataset, drawn: list[Figure]) -> str:
 def table(ds: xr.Dataset) -> str:
     """Return the numbers by variant and k."""
     mean, low, high = cost(ds)
-    head = ("variant", "k", price(ds)[1], "95 % interval", "cosine", "error of P V", "predicted", "leaked mass")
+    short = "loss increase" if "loss_increase" in ds else "1 − cosine"
+    head = ("variant", "k", short, "95 % interval", "cosine", "error of P V", "predicted", "leaked mass")
     rows = ""
     for v, name in enumerate(ds.variant.values):
         for i, k in enumerate(ds.k.values):
             at = ds.sel(variant=name, k=k)
-            interval = "–" if np.isnan(low[v, i]) else f"{low[v, i]:.4f} to {high[v, i]:.4f}"
+            interval = "–" if np.isnan(low[v, i]) else f"{low[v, i]:.4f} to {high[v, i]:.4f}".replace("-", "−")
             best = name == "best"
             cells = (
                 LOOKS[str(name)][0],
