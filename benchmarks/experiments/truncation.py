@@ -50,7 +50,9 @@ def summary(ds: xr.Dataset) -> dict:
     }
     own = {"own_loss": float(ds.own_loss.mean())} if "own_loss" in ds else {}
     environment = json.loads(ds.attrs["environment"])
-    return facts | {"windows": ds.sizes["window"], "energy_rank_90": ranks} | own | {"rows": rows, "with": environment}
+    documents = len(set(ds.document.values.tolist()))
+    counts = {"windows": ds.sizes["window"], "documents": documents}
+    return facts | counts | {"energy_rank_90": ranks} | own | {"rows": rows, "with": environment}
 
 
 def main() -> None:
