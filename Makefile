@@ -33,8 +33,9 @@ types: $(INSTALLED)
 imports: $(INSTALLED)
 	$(BIN)/python tests/check_base_imports.py
 
+# One process a core, each with one thread: tests are many and small.
 tests: $(INSTALLED)
-	$(BIN)/pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n auto
 
 nightly: $(INSTALLED)
 	$(BIN)/pytest

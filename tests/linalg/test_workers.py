@@ -154,9 +154,12 @@ def test_an_error_in_the_block_cancels_what_waits():
     assert len(done) <= 2
 
 
+# A child of a background job inherits an ignored SIGINT; this one listens whoever starts it.
 INTERRUPTED = """
+import signal
 import torch
 from rankscope.linalg.workers import SpectrumPool
+signal.signal(signal.SIGINT, signal.default_int_handler)
 P = torch.rand(4, 256, 256).softmax(-1)
 with SpectrumPool(2, limit=8) as pool:
     print("ready", flush=True)
