@@ -51,7 +51,8 @@ def open_corpus(corpus: str | Path | Iterable[str], *, column: str | None = None
     * ``pydoc``: one topic of the language reference that CPython ships (``pydoc_data.topics``), sorted by
       key; lines that only draw a rule or a table's border are left out, since a tokenizer makes dozens of
       equal tokens of each.
-    * ``wiki103``, ``imdb``: one article, one review of the hub's train split, streamed.
+    * ``wiki103``, ``imdb``, ``wikipedia``: one article, one review, one page of the hub's train split, streamed.
+    * ``bookcorpus``: two million characters of the hub's sentences, which do not tell where a book ends.
     * ``.txt``, ``.tokens``, ``.raw``: the whole file (blank lines are paragraphs, not documents), unless it
       has WikiText's titles: a line `` = Title = `` (a space first, one equals sign on either side, at the
       file's start or after a blank line) begins an article. A text of more than 2²¹ characters is cut at
@@ -309,6 +310,15 @@ def _imdb() -> Iterator[str]:
     return _hub_column("imdb", "stanfordnlp/imdb", None)
 
 
+def _wikipedia() -> Iterator[str]:
+    return _hub_column("wikipedia", "wikimedia/wikipedia", "20231101.en")
+
+
+def _bookcorpus() -> Iterator[str]:
+    # Its rows are single sentences.
+    return articles(f"{line}\n" for line in _hub_column("bookcorpus", "SamuelYang/bookcorpus", None))
+
+
 def _hub_column(name: str, repository: str, configuration: str | None) -> Iterator[str]:
     advice = (
         f"`corpus` {name!r} is streamed from the hub, which failed: %s. Give a file or folder instead "
@@ -327,7 +337,13 @@ def _hub_column(name: str, repository: str, configuration: str | None) -> Iterat
         raise RankscopeError(advice % (str(error).splitlines() or [type(error).__name__])[0]) from None
 
 
-_BUILT_IN: dict[str, Callable[[], Iterator[str]]] = {"pydoc": _pydoc, "wiki103": _wiki103, "imdb": _imdb}
+_BUILT_IN: dict[str, Callable[[], Iterator[str]]] = {
+    "pydoc": _pydoc,
+    "wiki103": _wiki103,
+    "imdb": _imdb,
+    "wikipedia": _wikipedia,
+    "bookcorpus": _bookcorpus,
+}
 _TABLES: dict[str, Callable[[Path, str | None], Iterator[str]]] = {
     ".jsonl": _json_lines,
     ".csv": _separated,
