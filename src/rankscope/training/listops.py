@@ -144,7 +144,7 @@ def expressions(split: str, count: int, *, seed: int, grammar: Grammar | None = 
 
     Example:
         >>> [e.source for e in expressions("dev", 2, seed=0, grammar=Grammar(min_length=3, max_length=8))]
-        ['[MED 0 5 5 1 ]', '[MED 7 7 3 7 ]']
+        ['[MIN 9 3 6 ]', '[SM 2 2 6 ]']
     """
     if split not in SPLITS:
         raise RankscopeError(f"`split` must be one of {', '.join(SPLITS)}, got {split!r}")
