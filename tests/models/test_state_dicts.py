@@ -5,7 +5,7 @@ import torch
 
 from rankscope._errors import RankscopeError
 from rankscope.models.state_dicts import LAYOUTS, read_attention
-from reference.linformer import combine, softmax
+from reference.foreign_linformer import fairseq_forward, lucidrains_forward, mlpen_forward, tatp22_forward
 
 N, K, D, HEADS = 12, 4, 8, 2
 
@@ -21,85 +21,6 @@ def tokens(n=N):
 
 def linears(*names, bias=True, d=D):
     return {f"{n}.weight": (d, d) for n in names} | ({f"{n}.bias": (d,) for n in names} if bias else {})
-
-
-def side(state, name, x):
-    """The map of that name on the last axis."""
-    y = x @ state[f"{name}.weight"].T
-    return y + state[f"{name}.bias"] if f"{name}.bias" in state else y
-
-
-def one_head(query, keys, values):
-    """Row by row; ``keys`` and ``values`` are compressed."""
-    scaling = query.shape[-1] ** -0.5
-    rows = [softmax([scaling * (q * key).sum() for key in keys]) for q in query]
-    return torch.stack([combine(P, list(values)) for P in rows])
-
-
-def heads_of(query, keys, values):
-    """All heads of one row of the batch, side by side; ``keys`` and ``values`` are lists, one entry a head."""
-    cut = query.chunk(len(keys), dim=-1)
-    return torch.cat([one_head(*head) for head in zip(cut, keys, values, strict=True)], dim=-1)
-
-
-def fairseq_forward(state, x, names=("q_proj", "k_proj", "v_proj", "out_proj")):
-    """Compress the input, then the maps with their biases (facts on fairseq's ``examples/linformer``)."""
-    q, k, v, o = names
-    n = x.shape[1]
-    E = state["compress_k.weight"][:, :n]
-    F = state.get("compress_v.weight", state["compress_k.weight"])[:, :n]
-    rows = [
-        heads_of(
-            side(state, q, row), side(state, k, E @ row).chunk(HEADS, -1), side(state, v, F @ row).chunk(HEADS, -1)
-        )
-        for row in x
-    ]
-    return side(state, o, torch.stack(rows))
-
-
-def lucidrains_forward(state, x):
-    """Maps without biases, then ``(n, k)`` matrices; one key head may serve all."""
-    n, inner = x.shape[1], state["to_q.weight"].shape[0]
-    keys = side(state, "to_k", x)
-    values, F = keys, state["proj_k"][:n]
-    if "to_v.weight" in state:
-        values, F = side(state, "to_v", x), state["proj_v"][:n]
-    copies = inner // keys.shape[-1]
-    rows = []
-    for row in range(len(x)):
-        both = (state["proj_k"][:n].T @ keys[row], F.T @ values[row])
-        parts = [[part] * HEADS if copies == HEADS else part.chunk(HEADS, -1) for part in both]
-        rows.append(heads_of(side(state, "to_q", x[row]), *parts))
-    return side(state, "to_out", torch.stack(rows))
-
-
-def tatp22_forward(state, x):
-    """Each head its own maps; E and F are linear maps along the sequence, with biases."""
-    rows = []
-    for row in x:
-        parts = []
-        for h in range(HEADS):
-            compressed = [
-                side(state, f"heads.{h}.{name}", side(state, f"{to}.{h}", row).T).T
-                for name, to in (("E", "to_k"), ("F", "to_v"))
-            ]
-            parts.append(one_head(side(state, f"to_q.{h}", row), *compressed))
-        rows.append(torch.cat(parts, dim=-1))
-    out = torch.stack(rows)
-    return side(state, "w_o", out) if "w_o.weight" in state else side(state, "w_o_2", side(state, "w_o_1", out))
-
-
-def mlpen_forward(state, x, keep=None):
-    """Maps with biases; padded keys and values are zeroed; one E a head, for keys and values."""
-    keep = torch.ones(x.shape[:2], dtype=x.dtype) if keep is None else keep
-    rows = []
-    for row, kept in zip(x, keep, strict=True):
-        parts = [
-            list(state["attn.E"] @ torch.stack((side(state, name, row) * kept[:, None]).chunk(HEADS, -1)))
-            for name in ("W_k", "W_v")
-        ]
-        rows.append(heads_of(side(state, "W_q", row), *parts))
-    return side(state, "ff", torch.stack(rows))
 
 
 def fairseq_state(shared=False):
@@ -138,10 +59,20 @@ def fork_state():
     return {f"{FORK[name.split('.')[0]]}.{name.split('.')[1]}": tensor for name, tensor in fairseq_state().items()}
 
 
+def fork_forward(state, x, heads):
+    back = {ours: theirs for theirs, ours in FORK.items()}
+    named = {f"{back[name.rpartition('.')[0]]}.{name.rpartition('.')[2]}": t for name, t in state.items()}
+    return fairseq_forward(named, x, heads)
+
+
 CASES = {
     "fairseq": (fairseq_state(), fairseq_forward, "headwise"),
     "fairseq, one matrix": (fairseq_state(shared=True), fairseq_forward, "key_value"),
-    "fairseq in transformers": (fork_state(), lambda state, x: fairseq_forward(fairseq_state(), x), "headwise"),
+    "fairseq in transformers": (
+        fork_state(),
+        lambda state, x, heads: fairseq_forward(fairseq_state(), x, heads),
+        "headwise",
+    ),
     "lucidrains": (lucidrains_state(), lucidrains_forward, "headwise"),
     "lucidrains, share_kv": (lucidrains_state(share_kv=True), lucidrains_forward, "key_value"),
     "lucidrains, one_kv_head": (lucidrains_state(one_kv_head=True), lucidrains_forward, "headwise"),
@@ -163,14 +94,14 @@ def test_a_layer_gives_what_its_own_library_gives(case, prefix):
     assert found.sharing == sharing
     layer = found.module()
     assert layer.training
-    torch.testing.assert_close(layer(x), forward(state, x), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(layer(x), forward(state, x, HEADS), rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", ["fairseq", "lucidrains"])
 def test_a_shorter_sequence_takes_the_first_columns_as_theirs_does(case):
     state, forward, _ = CASES[case]
     (found,) = read_attention(state, num_heads=HEADS)
-    torch.testing.assert_close(found.module()(tokens(7)), forward(state, tokens(7)), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(found.module()(tokens(7)), forward(state, tokens(7), HEADS), rtol=1e-11, atol=1e-12)
 
 
 def test_padding_is_left_out_as_mlpen_does():
@@ -178,7 +109,7 @@ def test_padding_is_left_out_as_mlpen_does():
     padding = torch.zeros(2, N, dtype=torch.bool)
     padding[1, 8:] = True
     (found,) = read_attention(state)
-    wanted = mlpen_forward(state, x, (~padding).double())
+    wanted = mlpen_forward(state, x, HEADS, (~padding).double())
     torch.testing.assert_close(found.module()(x, key_padding_mask=padding), wanted, rtol=1e-11, atol=1e-12)
 
 
@@ -191,7 +122,7 @@ def test_biases_of_keys_and_values_move_without_changing_a_number():
     with torch.no_grad():
         layer.value.bias.copy_(state["v_proj.bias"])
         layer.output.bias.copy_(state["out_proj.bias"])
-    assert (layer(x) - fairseq_forward(state, x)).abs().max() > 1e-2
+    assert (layer(x) - fairseq_forward(state, x, HEADS)).abs().max() > 1e-2
 
 
 def test_an_order_of_layers_is_by_number_not_by_letter():
