@@ -15,6 +15,7 @@ from rankscope._errors import RankscopeError, did_you_mean
 from rankscope.corpora import open_corpus
 from rankscope.linalg.decompose import METHODS
 from rankscope.pretrained import load, max_positions
+from rankscope.spectrum.compressed import CompressedRunner, compressed_index, is_compressed
 from rankscope.spectrum.dataset import FILE_NAME, TRAINED, build, save
 from rankscope.spectrum.intervals import mean_interval
 from rankscope.spectrum.job import SENTENCE_GRID, Plan
@@ -64,7 +65,8 @@ def measure(
     """Measure how low-rank a model's attention is on a text, with its nulls beside it.
 
     For every window, layer and head the singular values of the context mapping matrix P are taken; curves are
-    kept as means over windows, scalars for each window.
+    kept as means over windows, scalars for each window. A Linformer's map is n × k: its ranks are relative to k, and
+    the attributes ``map`` and ``rank_relative_to`` say so.
 
     Args:
         model: A hub id, folder, ``.gguf`` file, PEFT adapter's folder, ``"minilm"``, or a model in memory (then
@@ -163,9 +165,12 @@ def measure(
     with tempfile.TemporaryDirectory() as scratch:
         folder = RunFolder(Path(scratch if out is None else out))
         first = next(stream)
-        index = (long_index(n) if method == MATRIX_FREE else np.arange(1, n + 1)) if packing == "packed" else None
+        compressed = is_compressed(pretrained.model)
+        most = compressed_index(pretrained.model) if compressed else n
+        index = (long_index(n) if method == MATRIX_FREE else np.arange(1, most + 1)) if packing == "packed" else None
         plan = Plan(method, tolerance, width, seed, index)
-        with Runner(pretrained, chosen_nulls, null_windows, plan, layers, heads, workers, batch_size) as runner:
+        kind = CompressedRunner if compressed else Runner
+        with kind(pretrained, chosen_nulls, null_windows, plan, layers, heads, workers, batch_size) as runner:
             facts = runner.inspect(first)
             # Not before the model has taken them: a refused setting must not bar the folder to its correction.
             folder.claim(settings)
