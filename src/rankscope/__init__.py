@@ -8,6 +8,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rankscope.attention.interface import restore as restore
+    from rankscope.models import LinformerConfig as LinformerConfig
+    from rankscope.models import LinformerForCausalLM as LinformerForCausalLM
+    from rankscope.models import LinformerForMaskedLM as LinformerForMaskedLM
+    from rankscope.models import LinformerForQuestionAnswering as LinformerForQuestionAnswering
+    from rankscope.models import LinformerForSequenceClassification as LinformerForSequenceClassification
+    from rankscope.models import LinformerForTokenClassification as LinformerForTokenClassification
+    from rankscope.models import LinformerModel as LinformerModel
     from rankscope.models.in_place import linformerize as linformerize
     from rankscope.models.in_place import load_projections as load_projections
     from rankscope.models.in_place import save_projections as save_projections
@@ -23,6 +30,13 @@ _HOMES = {
     "linformerize": "rankscope.models.in_place",
     "save_projections": "rankscope.models.in_place",
     "load_projections": "rankscope.models.in_place",
+    "LinformerConfig": "rankscope.models",
+    "LinformerForCausalLM": "rankscope.models",
+    "LinformerForMaskedLM": "rankscope.models",
+    "LinformerForQuestionAnswering": "rankscope.models",
+    "LinformerForSequenceClassification": "rankscope.models",
+    "LinformerForTokenClassification": "rankscope.models",
+    "LinformerModel": "rankscope.models",
 }
 
 __all__ = ["__version__", *_HOMES]
