@@ -41,8 +41,8 @@ def run_gram(P: Tensor) -> Spectra:
     solver = _lapack.load(torch.float64) if P.device.type == "cpu" else None
     tall = P if P.shape[-2] >= P.shape[-1] else P.mT
     if solver is None:
-        wide = tall.double().mT
-        return _from_gram(wide @ wide.mT, _squared_norm(P))
+        grams = [X.double().mT @ X.double() for X in _apart(tall)]
+        return _from_gram(torch.cat(grams), _squared_norm(P))
     return _each(tall, solver, _copy_into)
 
 
@@ -61,10 +61,7 @@ def run_gram32(P: Tensor) -> Spectra:
     solver = _lapack.load(torch.float32) if P.device.type == "cpu" else None
     tall = P if P.shape[-2] >= P.shape[-1] else P.mT
     if solver is None:
-        centred, corner = _centre(tall.float())
-        gram = centred.mT @ centred
-        gram[..., 0, 0] += corner
-        return _from_gram(gram, _squared_norm(P))
+        return _from_gram(torch.cat([_centred_gram(X.float()) for X in _apart(tall)]), _squared_norm(P))
     return _each(tall, solver, _centre_into)
 
 
@@ -155,6 +152,14 @@ def _centre(P: Tensor) -> tuple[Tensor, Tensor]:
     return centred - (centred @ axis.unsqueeze(-1)) * axis.unsqueeze(-2), n * length.square()
 
 
+def _centred_gram(P: Tensor) -> Tensor:
+    """Return the Gram matrix of :func:`_centre` with the mean put back, for a batch."""
+    centred, corner = _centre(P)
+    gram = centred.mT @ centred
+    gram[..., 0, 0] += corner
+    return gram
+
+
 def _centre_into(P: Tensor, work: _Workspace) -> tuple[float, float]:
     """Write :func:`_centre` of one matrix in one pass: both corrections are of rank one."""
     # All arithmetic is on the buffer, never on P: the last bits must not depend on where in a batch P lies.
@@ -183,10 +188,25 @@ def _from_gram(gram: Tensor, squared_norm: Tensor) -> Spectra:
 
 
 def _by_ones(solve: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
-    """Solve a batch in float64 terms, one by one if it fails as a whole: NaN for a matrix that does not converge."""
+    """Solve a batch in float64 terms, each matrix apart: NaN for one that does not converge."""
+    return torch.cat([_solved(solve, part) for part in _apart(matrices)])
+
+
+def _apart(matrices: Tensor) -> list[Tensor]:
+    """Cut a batch on the CPU into batches of one, each in memory of its own; elsewhere leave it whole.
+
+    BLAS takes other instructions where a matrix starts off a cache line, as it may inside a batch, and then the last
+    bits of a result would depend on its neighbours' sizes.
+    """
+    if matrices.device.type != "cpu" or not len(matrices):
+        return [matrices]
+    return [one.clone(memory_format=torch.contiguous_format) for one in matrices.split(1)]
+
+
+def _solved(solve: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
     try:
         return solve(matrices).double()
     except torch.linalg.LinAlgError:
         if len(matrices) == 1:
             return matrices.new_full((1, min(matrices.shape[1:])), torch.nan, dtype=torch.float64)
-        return torch.cat([_by_ones(solve, one.unsqueeze(0)) for one in matrices])
+        return torch.cat([_solved(solve, one) for one in matrices.split(1)])
