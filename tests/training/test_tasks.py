@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankscope._errors import RankscopeError
@@ -145,6 +145,7 @@ def test_written_listops_is_read_back_and_so_are_lras_own_files(tmp_path):
     assert (split.texts, split.labels.tolist()) == ([("( ( ( [MAX 2 ) 9 ) ] )",)], [9])
 
 
+@settings(deadline=None)
 @given(n=st.integers(16, 5000))
 def test_generated_listops_always_fits(n):
     grammar = grammar_for(n)
@@ -152,6 +153,7 @@ def test_generated_listops_always_fits(n):
     assert grammar.max_length <= 2000
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=30))
 def test_metrics_equal_plain_counts(pairs):
     true, guess = np.array(pairs).T

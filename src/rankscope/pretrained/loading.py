@@ -92,7 +92,7 @@ def load(
             words = checkpoint
             revision = cached_commit(checkpoint) if checkpoint.source == "hub" else None
         tokenizer = load_tokenizer(words) if tokenizer is None else tokenizer
-    _check_vocabulary(loaded, tokenizer, checkpoint.name)
+    check_vocabulary(loaded, tokenizer, checkpoint.name)
     loaded = nn.Module.to(loaded, place).eval()
     return Pretrained(
         loaded, tokenizer, checkpoint.name, revision, checkpoint.source, fingerprint(loaded), tuple(sorted(untrained))
@@ -213,11 +213,21 @@ def _from_module(model: nn.Module, tokenizer: Any, dtype: torch.dtype, device: t
         if weight.device.type != device.type:
             raise RankscopeError(f"`device` is {device}, but the module is on {weight.device}: move it first")
     name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
-    _check_vocabulary(model, tokenizer, name)
+    check_vocabulary(model, tokenizer, name)
     return Pretrained(model.eval(), tokenizer, name, None, "module", fingerprint(model))
 
 
-def _check_vocabulary(model: nn.Module, tokenizer: Any, name: str) -> None:
+def check_vocabulary(model: nn.Module, tokenizer: Any, name: str) -> None:
+    """Refuse a tokenizer that is empty, or whose ordinary tokens go beyond the model's embeddings.
+
+    Args:
+        model: A model.
+        tokenizer: What it is to be used with.
+        name: What the user called the model.
+
+    Raises:
+        RankscopeError: They do not fit.
+    """
     # Without the special tokens: some tokenizers have a padding token that the model never sees.
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     ids = set(tokenizer.get_vocab().values()) - special - set(tokenizer.all_special_ids)
