@@ -9,6 +9,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 
 from rankscope._errors import RankscopeError
+from rankscope.models import LinformerConfig, LinformerForMaskedLM
 from rankscope.training.classifiers import resolve
 from rankscope.training.classify import (
     Encoded,
@@ -195,6 +196,9 @@ def test_listops_takes_the_architecture_with_its_own_vocabulary(place, tmp_path)
     model = source.build(0)
     assert model.config.vocab_size == 19
     assert model.config.num_labels == 10
+    (tmp_path / "shape").mkdir()
+    (tmp_path / "shape" / "config.json").write_bytes((place / "model" / "config.json").read_bytes())
+    assert resolve(TASKS["listops"], str(tmp_path / "shape"), n=24).config.hidden_size == 32
     weights = [next(iter(source.build(seed).parameters())) for seed in (0, 0, 1)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
@@ -276,6 +280,32 @@ def test_several_processes_are_refused(args, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RankscopeError, match="one process, but 2 were started"):
         finetune(args, tmp_path)
+
+
+@pytest.mark.parametrize("k", [None, 4])
+def test_our_own_checkpoints_are_finetuned_with_or_without_projections(args, tmp_path, k):
+    config = LinformerConfig(
+        vocab_size=45,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=24,
+        projected_length=k,
+        pad_token_id=0,
+    )
+    seeded(lambda: LinformerForMaskedLM(config), 0).save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    result = finetune(replace(args, model=str(tmp_path / "model"), max_steps=60), tmp_path / "run")
+    assert result["model"]["projected_length"] == k
+    assert result["loss"]["mean"] < 0.4
+    model = resolve(TASKS["sst2"], str(tmp_path / "model")).build(0)
+    stored = LinformerForMaskedLM.from_pretrained(tmp_path / "model").state_dict()
+    shared = [name for name in model.state_dict() if name in stored]
+    assert len(shared) > 15
+    assert all(torch.equal(model.state_dict()[name], stored[name]) for name in shared)
+    with pytest.raises(RankscopeError, match="holds 24 positions"):
+        resolve(TASKS["sst2"], str(tmp_path / "model"), n=25)
 
 
 def test_the_schedule_rises_and_falls_in_lines():

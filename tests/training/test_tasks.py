@@ -93,6 +93,8 @@ def test_offline_says_how_to_give_a_folder(monkeypatch):
         load_split(TASKS["sst2"], None, "train")
     with pytest.raises(RankscopeError, match="no folder here"):
         load_split(TASKS["sst2"], "no/such", "train")
+    with pytest.raises(RankscopeError, match="'/no/such/folder' does not exist: give --data DIR"):
+        load_split(TASKS["sst2"], "/no/such/folder", "train")
     with pytest.raises(RankscopeError, match="not read from a hub"):
         load_split(TASKS["listops"], "no/such", "train")
 

@@ -24,6 +24,7 @@ COMMANDS = {
         "rankscope.cli.truncate", "Truncate every head to rank k: the price in the model's own output."
     ),
     "convert": Command("rankscope.cli.convert", "Fit Linformer projections to an encoder, and say what they cost."),
+    "finetune": Command("rankscope.cli.finetune", "Finetune on GLUE, IMDB or ListOps: mean and error over seeds."),
     "theory": Command("rankscope.cli.theory", "Run the theorems: Johnson-Lindenstrauss, clusters, rank collapse."),
     "bench": Command("rankscope.cli.bench", "Time attention mechanisms on this machine, and say where each pays."),
     "recommend": Command("rankscope.cli.recommend", "Keep exact attention, or Linformer with which k, and why."),

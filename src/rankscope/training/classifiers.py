@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from rankscope._errors import RankscopeError
-from rankscope.pretrained.checkpoint import configuration, load_tokenizer, load_weights, locate, one_line
+from rankscope.pretrained.checkpoint import Checkpoint, configuration, load_tokenizer, load_weights, locate, one_line
 from rankscope.pretrained.loading import check_vocabulary, fingerprint, max_positions
 from rankscope.training.listops import listops_tokenizer
 from rankscope.training.pretrain import quiet
@@ -94,7 +94,7 @@ def resolve(
     Args:
         task: ListOps has a vocabulary of its own, so its weights are always fresh and only the architecture is taken.
         model: A folder of ``save_pretrained`` (this project's checkpoints, or any encoder's), a hub id, ``minilm``, or
-            a configuration.
+            a configuration. Where only the architecture is taken, a folder needs no more than its ``config.json``.
         n: Tokens a row at most; 512 or what the model holds, if that is less.
         tokenizer: Folder or hub id, used instead of the model's own.
         fresh: Draw the weights of the model's architecture anew.
@@ -113,7 +113,7 @@ def resolve(
     if isinstance(model, PretrainedConfig):
         config, name = copy.deepcopy(model), type(model).__name__
     else:
-        checkpoint = locate(str(model))
+        checkpoint = architecture_of(str(model)) if is_listops or fresh else locate(str(model))
         if checkpoint.source not in ("folder", "hub", "package"):
             raise RankscopeError(f"`model` {str(model)!r} is a {checkpoint.source} checkpoint, which is not finetuned")
         config, name = copy.deepcopy(configuration(checkpoint)), str(model)
@@ -140,6 +140,14 @@ def resolve(
     return Source(name, words, wanted, len(task.labels), config if draws else None)
 
 
+def architecture_of(name: str) -> Checkpoint:
+    """Find a checkpoint of which the configuration is all that is wanted."""
+    path = Path(name).expanduser()
+    if (path / "config.json").is_file() and not (path / "adapter_config.json").exists():
+        return Checkpoint(name, str(path), "folder")
+    return locate(name)
+
+
 def from_config(config: PretrainedConfig, name: str) -> Any:
     """Draw fresh weights; the global random state decides them."""
     try:
@@ -150,8 +158,6 @@ def from_config(config: PretrainedConfig, name: str) -> Any:
 
 def locate_tokenizer(name: str | Path) -> Any:
     """Find a tokenizer's folder or hub id."""
-    from rankscope.pretrained.checkpoint import Checkpoint
-
     path = Path(name).expanduser()
     if path.is_dir():
         return Checkpoint(str(name), str(path), "folder")

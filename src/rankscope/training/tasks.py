@@ -1,5 +1,6 @@
 """The tasks a classifier is finetuned on: a table of columns, labels and metrics; read from files or the hub."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ MOST_BROKEN_ROWS = 0.001
 # LRA's own numbers of expressions.
 LISTOPS_ROWS = {"train": 96_000, "eval": 2_000}
 SUBSET = 3
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 SPLITS = ("train", "eval")
 
 
@@ -298,6 +300,8 @@ def _from_hub(task: Task, repository: str | None, split: str) -> Split:
         raise RankscopeError(
             f"`data` {repository!r} is no folder here, and {task.name!r} is not read from a hub: {cure}"
         )
+    if repository is not None and not HUB_ID.fullmatch(repository):
+        raise RankscopeError(f"`data` {repository!r} does not exist: {cure}, or a hub repository")
     own, configuration, splits = task.hub
     name = repository or own
     problem = hub_problem()
