@@ -58,7 +58,8 @@ def token_layout(key_padding_mask: Tensor | None, batch: int, n: int) -> TokenLa
     if key_padding_mask is None:
         return TokenLayout(n)
     position = torch.arange(n, device=key_padding_mask.device)
-    order = torch.argsort(position + n * key_padding_mask, dim=-1)
+    # A sum, since ONNX multiplies no tensor by a symbolic n.
+    order = torch.argsort(torch.where(key_padding_mask, position + n, position), dim=-1)
     return TokenLayout(n, key_padding_mask, order, (~key_padding_mask).sum(dim=-1))
 
 

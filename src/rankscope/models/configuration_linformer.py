@@ -3,6 +3,7 @@
 from difflib import get_close_matches
 from typing import Any
 
+import numpy
 from transformers import PreTrainedConfig
 
 from rankscope._errors import RankscopeError, did_you_mean
@@ -137,6 +138,48 @@ class LinformerConfig(PreTrainedConfig):
                 "`projected_length` must be one k, one for each layer, one for each head of each layer, or None for "
                 f"exact attention, got {self.projected_length!r}"
             )
+
+    @classmethod
+    def from_spectrum(cls, result: Any, nuclear_fraction: float = 0.9, **settings: Any) -> "LinformerConfig":
+        """Take each layer's k from measured spectra: the rank that holds a share of P's singular values.
+
+        It says what P needs on that text, not what a trained E and F reach: see ``rankscope recommend``.
+
+        Args:
+            result: A dataset of :func:`rankscope.measure`, of packed windows.
+            nuclear_fraction: The share of Σσ, in (0, 1), that k singular values must hold.
+            settings: Further settings. Under sharing ``"none"`` each head gets its own k; under ``"layerwise"`` all
+                layers get the largest; else a layer gets its heads' largest.
+
+        Returns:
+            A configuration of as many layers, heads and tokens as were measured, unless ``settings`` say otherwise.
+
+        Raises:
+            RankscopeError: A share outside (0, 1), spectra of sentences, of some heads only, or not of
+                self-attention.
+        """
+        if not 0 < nuclear_fraction < 1:
+            raise RankscopeError(f"`nuclear_fraction` must be in (0, 1), got {nuclear_fraction}")
+        n, index = int(result.attrs["n"]), result["index"].values
+        name = "nuclear_fraction_low" if "nuclear_fraction_low" in result else "nuclear_fraction"
+        curves = result[name].sel(baseline="trained").transpose("layer", "head", "index").values
+        if float(index[-1]) <= 1:
+            raise RankscopeError("`result` holds spectra of sentences, whose ranks are shares: measure packed windows")
+        if kinds := sorted({str(kind) for kind in result["kind"].values} - {"self/encoder"}):
+            raise RankscopeError(f"`result` must be of an encoder's self-attention alone, got {', '.join(kinds)} too")
+        if numpy.isnan(curves).any():
+            raise RankscopeError("`result` lacks some heads: measure all layers and heads")
+        reached = curves >= nuclear_fraction
+        heads = numpy.where(reached.any(-1), index[reached.argmax(-1)], n).astype(int)
+        sharing = settings.get("projection_sharing", cls.projection_sharing)
+        k: Any = {"none": heads.tolist(), "layerwise": int(heads.max())}.get(sharing, heads.max(1).tolist())
+        measured = {
+            "num_hidden_layers": heads.shape[0],
+            "num_attention_heads": heads.shape[1],
+            "max_position_embeddings": n,
+            "projected_length": k,
+        }
+        return cls(**(measured | settings))
 
     @property
     def exact(self) -> bool:
