@@ -191,3 +191,19 @@ def test_refuses_operands_of_another_length_and_strided_rows():
         P.rmatmul(torch.zeros(5, 1))
     with pytest.raises(RankscopeError, match="slice of step 1"):
         P.rows(slice(0, 3, 2))
+
+
+def test_float64_operands_make_float64_products_of_the_same_entries():
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(70, 8, generator=generator), torch.randn(50, 8, generator=generator)
+    X, Y = (torch.randn(n, 3, dtype=torch.float64, generator=generator) for n in (50, 70))
+    P = ContextMap(query, key)
+    dense = P.dense().double()
+    for found, expected in (
+        (P.matmul(X), dense @ X),
+        (P.rmatmul(Y), dense.T @ Y),
+        (P.gram_matmul(X), dense.T @ (dense @ X)),
+    ):
+        assert found.dtype == torch.float64
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    assert P.matmul(X.float()).dtype == P.matmul(X.bfloat16()).dtype == torch.float32

@@ -120,7 +120,7 @@ def test_rank_one_map_breaks_nothing():
     run = BlockLanczos(P, block=4, generator=seeded(1))
     run.extend(8)
     spectrum = run.spectrum(1)
-    assert float(spectrum.sigma) == pytest.approx(1.0, abs=1e-6)
+    assert abs(float(spectrum.sigma) - 1.0) <= float(spectrum.sigma_error) < 2e-6
     assert float(spectrum.nuclear_fraction_high[0]) == pytest.approx(1.0, abs=1e-6)
     assert spectrum.nuclear_norm[0] <= 1 <= spectrum.nuclear_norm[2]
 
@@ -140,11 +140,25 @@ def test_basis_stays_orthonormal_and_float64_agrees_with_float32():
     single, double = (
         BlockLanczos(gaussian(1000, 2.0, dtype=t), block=8, generator=seeded(2)) for t in (torch.float32, torch.float64)
     )
-    for run, tolerance in ((single, 2e-6), (double, 1e-12)):
+    for run in (single, double):
         run.extend(20)
         basis = torch.cat(run._basis, 1)
-        assert float((basis.T @ basis - torch.eye(basis.shape[1], dtype=basis.dtype)).abs().max()) < tolerance
-    torch.testing.assert_close(single.spectrum(8).sigma, double.spectrum(8).sigma, rtol=1e-5, atol=0)
+        assert float((basis.T @ basis - torch.eye(basis.shape[1], dtype=basis.dtype)).abs().max()) < 1e-12
+    torch.testing.assert_close(single.spectrum(8).sigma, double.spectrum(8).sigma, rtol=1e-6, atol=0)
+
+
+def test_float32_entries_widen_no_band_of_a_map_whose_tail_lies_below_the_root_of_their_rounding():
+    # Nearly even rows: one value of 1, the others below 1e-3. With float32 products the band is .055 wide.
+    single, double = (
+        BlockLanczos(gaussian(1000, 1e-2, d=64, dtype=t), block=16, generator=seeded(2))
+        for t in (torch.float32, torch.float64)
+    )
+    for run in (single, double):
+        run.extend(24)
+    sigma = torch.linalg.svdvals(double.context_map.dense())
+    assert float(sigma[1]) < 2e-3
+    assert outside(single.spectrum(), sigma) == 0
+    assert single.spectrum().width < double.spectrum().width + 2e-3
 
 
 def test_tall_maps_have_bands_and_wide_ones_are_refused():

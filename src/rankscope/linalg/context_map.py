@@ -58,7 +58,8 @@ class ContextMap:
         sinks: A logit that takes part in each row's denominator only.
         bias: Added to the logits, ``(n, m)``; itself O(n m), so for short inputs. Minus infinity forbids an entry.
 
-    float64 inputs are computed in float64, all others in float32.
+    float64 inputs are computed in float64, all others in float32. An operand in float64 makes the products float64
+    too, with the same entries of P: sums over a row then add no rounding to that of the entries.
 
     Raises:
         RankscopeError: Shapes, dtypes or values do not fit together; at the first pass, a row that sees no key, or
@@ -117,24 +118,26 @@ class ContextMap:
         X = self._operand("X", X, self.shape[1])
         out = X.new_empty(self.shape[0], X.shape[1])
         for rows, columns, strip in self._strips():
-            torch.mm(strip, X[columns], out=out[rows])
+            torch.mm(strip.to(X.dtype), X[columns], out=out[rows])
         return out
 
     def rmatmul(self, Y: Float[Tensor, "n r"]) -> Float[Tensor, "m r"]:
         """Return ``P.T @ Y``."""
-        Y = self._operand("Y", Y, self.shape[0])
-        out = Y.new_zeros(self.shape[1], Y.shape[1])
+        # Transposed: BLAS takes up to four times as long to write a few long columns as a few long rows.
+        Y = self._operand("Y", Y, self.shape[0]).mT.contiguous()
+        out = Y.new_zeros(len(Y), self.shape[1])
         for rows, columns, strip in self._strips():
-            out[columns].addmm_(strip.mT, Y[rows])
-        return out
+            out[:, columns].addmm_(Y[:, rows], strip.to(Y.dtype))
+        return out.mT.contiguous()
 
     def gram_matmul(self, X: Float[Tensor, "m r"]) -> Float[Tensor, "m r"]:
         """Return ``P.T @ P @ X`` in one pass: each strip of P is made once and used twice."""
-        X = self._operand("X", X, self.shape[1])
+        X = self._operand("X", X, self.shape[1]).mT.contiguous()
         out = torch.zeros_like(X)
         for _, columns, strip in self._strips():
-            out[columns].addmm_(strip.mT, strip @ X[columns])
-        return out
+            wide = strip.to(X.dtype)
+            out[:, columns].addmm_(X[:, columns] @ wide.mT, wide)
+        return out.mT.contiguous()
 
     def rows(self, rows: slice) -> Float[Tensor, "r m"]:
         """Return some rows of P, ``(r, m)``."""
@@ -292,7 +295,7 @@ class ContextMap:
                 f"`{name}` must have shape ({length}, r) for P of shape {self.shape}, got {tuple(X.shape)}: "
                 "padded tokens are cut out"
             )
-        return X.to(self.dtype)
+        return X.to(torch.promote_types(X.dtype, self.dtype))
 
 
 def _kept(name: str, padding: Tensor | None, length: int, device: torch.device) -> Tensor:

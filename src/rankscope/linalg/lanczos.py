@@ -8,9 +8,13 @@ eigenvector's weight in the first block says how many singular values it stands 
 0 is an eigenvalue (Gauss-Radau). For a square root, Gauss is too high and Radau too low for each starting vector;
 after the scaling that is no theorem any more but what is seen. So the *band* is their span, widened by three
 standard errors of a jackknife over the starting vectors, by a tenth of its widest place and by the effect of
-rounding, which one product in float64 beside the float32 one measures (where that is most of the width, a map of
-float64 query and key narrows it, for two to three times the time). The band's cover is therefore empirical, not
-proved: ``benchmarks/experiments/matrix_free.py`` counts it against dense spectra.
+rounding. The band's cover is therefore empirical, not proved: ``benchmarks/experiments/matrix_free.py`` counts it
+against dense spectra.
+
+Rounding of *products* would be an error of :math:`P^\top P`, and hide all singular values below its root: in float32
+one thousandth, which at 16,384 tokens is where most of them lie. So the basis and the products are float64 whatever
+P's entries are. What rounding is left is that of the entries, an error of P itself, which moves a singular value by
+no more than its own size; one product with float64 entries measures it.
 
 References:
     Golub and Meurant, "Matrices, Moments and Quadrature with Applications", Princeton University Press 2010.
@@ -19,6 +23,7 @@ References:
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -135,7 +140,7 @@ class BlockLanczos:
         m = context_map.shape[1]
         self.block = min(block, m)
         start = torch.randn(m, self.block, generator=generator, dtype=torch.float64)
-        self._basis = [torch.linalg.qr(start).Q.to(context_map.device, context_map.dtype).contiguous()]
+        self._basis = [torch.linalg.qr(start).Q.to(context_map.device).contiguous()]
         self._diagonal: list[Tensor] = []
         self._below: list[Tensor] = []
 
@@ -167,7 +172,7 @@ class BlockLanczos:
                 )
             last = self._basis[-1]
             image = self.context_map.gram_matmul(last)
-            coupling = last.double().mT @ image.double()
+            coupling = last.mT @ image
             self._diagonal.append(((coupling + coupling.mT) / 2).cpu())
             following, below = self._orthonormal(image)
             self._basis.append(following)
@@ -235,10 +240,10 @@ class BlockLanczos:
         for attempt in range(5):
             for known in self._basis:
                 block = block - known @ (known.mT @ block)
-            Q, R = torch.linalg.qr(block.double())
+            Q, R = torch.linalg.qr(block)
             coefficients = R @ coefficients
             # Row by row, as a loaded state lies too: the order of sums, and so the last bits, depend on it.
-            block = Q.to(block.dtype).contiguous()
+            block = Q.contiguous()
             if attempt and float(R.diagonal().abs().min()) > 0.5:
                 break
         return block, coefficients
@@ -264,11 +269,12 @@ class BlockLanczos:
     def _banded(self, rank: int) -> MatrixFreeSpectrum:
         squared = self.context_map.frobenius_squared()
         eps = torch.finfo(self.context_map.dtype).eps
-        rounding = self._rounding()
+        product = BACKWARD * torch.finfo(torch.float64).eps * self._largest()
+        rounding = product + self._entries**2
         gauss, radau, residual = self._rules(max(rounding, torch.finfo(torch.float64).tiny))
         is_found = residual + rounding <= FOUND * gauss.theta
         found = int(is_found.cumprod(0).sum())
-        reading = _Reading(self.context_map.shape, eps, squared, found, rounding)
+        reading = _Reading(self.context_map.shape, eps, squared, found, product, self._entries)
         ends = np.stack([reading.read(rule) for rule in (gauss, radau)])
         left_out = np.stack(
             [
@@ -286,9 +292,9 @@ class BlockLanczos:
         margin[r : 2 * r] += shape * min(1.0, tails[1] / max(tails[0], 1e-12))
         low, middle, high = ends.min(0) - margin, ends.mean(0), ends.max(0) + margin
         sigma = gauss.theta[:rank].sqrt()
-        # Weyl's bound: every eigenvalue of P.T @ P is known to this, whatever the structure of the error.
-        reach = residual[:rank] + BACKWARD * eps * gauss.theta[0]
-        sigma_error = sigma - (gauss.theta[:rank] - reach).clamp_min(0).sqrt()
+        # Weyl's bound, whatever the structure of the error: eigenvalues for the products', singular values for P's.
+        reach = residual[:rank] + product
+        sigma_error = sigma - (gauss.theta[:rank] - reach).clamp_min(0).sqrt() + self._entries
         first, error = float(sigma[0]), float(sigma_error[0])
         return _assemble(
             MatrixFreeSpectrum(
@@ -312,15 +318,18 @@ class BlockLanczos:
             (low, middle, high),
         )
 
-    def _rounding(self) -> float:
-        """Norm of the rounding error of ``P.T @ P``: float32's product of the last block against float64's.
+    @cached_property
+    def _entries(self) -> float:
+        """Norm of the rounding error of P's entries: float32's products against float64's.
 
-        A random symmetric error E of norm e has ``|E q| = e / 2`` for a unit vector q.
+        A random error E of norm e has ``|E q| = e / 2`` for a unit vector q. Systematic errors show in the direction
+        of the column sums, near to that of the largest singular value.
         """
         if self.context_map.dtype == torch.float64:
-            return BACKWARD * torch.finfo(torch.float64).eps * self._largest()
-        last = self._basis[-1]
-        error = self.context_map.gram_matmul(last) - self.context_map.double().gram_matmul(last)
+            return BACKWARD * torch.finfo(torch.float64).eps * self._largest() ** 0.5
+        sums = self.context_map.column_sums()
+        vectors = torch.cat([self._basis[0], (sums / torch.linalg.vector_norm(sums)).unsqueeze(-1)], 1)
+        error = self.context_map.matmul(vectors) - self.context_map.double().matmul(vectors)
         return 2 * float(torch.linalg.vector_norm(error, dim=0).max())
 
     def _largest(self) -> float:
@@ -359,9 +368,11 @@ class BlockLanczos:
 class _Reading:
     """Turns a rule into one vector: the nuclear and the energy curve, the nuclear norm and the effective rank."""
 
-    def __init__(self, shape: tuple[int, int], eps: float, squared: float, found: int, rounding: float) -> None:
+    def __init__(
+        self, shape: tuple[int, int], eps: float, squared: float, found: int, product: float, entries: float
+    ) -> None:
         self.r, self.m, self.eps = min(shape), shape[1], eps
-        self.squared, self.found, self.rounding = squared, found, rounding
+        self.squared, self.found, self.product, self.entries = squared, found, product, entries
 
     def read(self, rule: _Rule, columns: list[int] | None = None) -> np.ndarray:
         """Read a rule by some of its starting vectors."""
@@ -381,12 +392,16 @@ class _Reading:
     def blur(self, rule: _Rule) -> np.ndarray:
         """How far rounding can have moved each entry of :meth:`read`.
 
-        A random error of norm δ moves an eigenvalue θ > δ in second order only, by δ² / θ, and makes those below δ
-        anything up to δ.
+        A random error of the eigenvalues, of norm δ, moves one of θ > δ in second order only, by δ² / θ, and makes
+        those below δ anything up to δ; one of P does the same to singular values.
         """
         sigma, counts = self._spectrum(rule, None)
-        root = self.rounding**0.5
-        moved = counts * np.minimum(root, self.rounding**2 / np.maximum(2 * sigma**3, 1e-300))
+        size = np.maximum(sigma, 1e-100)
+        moved = counts * (
+            np.minimum(self.product**0.5, self.product**2 / (2 * size**3))
+            + np.minimum(self.entries, self.entries**2 / (2 * size))
+            + BACKWARD * self.eps * sigma
+        )
         nuclear = (counts * sigma).sum()
         share = moved.sum() / nuclear
         energy = BACKWARD * self.eps
