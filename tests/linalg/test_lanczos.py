@@ -1,7 +1,10 @@
+from dataclasses import fields
+
 import pytest
 import torch
 
 from rankscope._errors import RankscopeError
+from rankscope.linalg import lanczos
 from rankscope.linalg.context_map import ContextMap
 from rankscope.linalg.lanczos import BlockLanczos, matrix_free_spectrum
 from rankscope.linalg.rank import effective_rank, energy_curve, nuclear_curve, stable_rank
@@ -95,6 +98,55 @@ def test_extended_saved_and_loaded_runs_equal_one_run(tmp_path):
     assert torch.equal(one.sigma, other.sigma)
     assert torch.equal(one.nuclear_fraction_low, other.nuclear_fraction_low)
     assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"]
+
+
+class Killed(Exception):
+    pass
+
+
+def killed_after(passes, monkeypatch):
+    """Let so many passes be made from now on, whoever makes them; return the list they are counted in."""
+    made = []
+    original = ContextMap.gram_matmul
+
+    def product(self, X):
+        if len(made) == passes:
+            raise Killed
+        made.append(1)
+        return original(self, X)
+
+    monkeypatch.setattr(ContextMap, "gram_matmul", product)
+    return made
+
+
+@pytest.mark.parametrize("stop", [1, 12, 14])
+def test_a_spectrum_that_was_cut_short_goes_on_from_its_last_pass_with_identical_values(stop, tmp_path, monkeypatch):
+    monkeypatch.setattr(lanczos, "SAVE_EVERY", 0.0)
+    state = tmp_path / "state"
+
+    def run(path=state, **changes):
+        options = {"block": 8, "width": 0.03, "generator": seeded(3), "state": path} | changes
+        return matrix_free_spectrum(gaussian(600, 1.5), **options)
+
+    whole = run(None)
+    assert whole.passes > stop
+    with monkeypatch.context() as patch:
+        killed_after(stop, patch)
+        with pytest.raises(Killed):
+            run()
+    made = killed_after(1000, monkeypatch)
+    again = run()
+    assert len(made) == whole.passes - stop
+    for field in fields(whole):
+        one, other = getattr(whole, field.name), getattr(again, field.name)
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, field.name
+    # Another start, fewer passes or a damaged file: the state is no use, and no harm.
+    for change in ({"generator": seeded(4)}, {"passes": 3}):
+        made.clear()
+        run(**change)
+        assert len(made) >= 3
+    state.write_bytes(b"half")
+    assert run().nuclear_norm == whole.nuclear_norm
 
 
 def test_a_state_of_another_map_is_refused(tmp_path):

@@ -6,6 +6,8 @@ import torch
 
 import rankscope
 from rankscope._errors import RankscopeError
+from rankscope.linalg import lanczos
+from rankscope.linalg.context_map import ContextMap
 from rankscope.spectrum.heads import MaskRule
 from rankscope.spectrum.matrix_free import long_index, mask_rule
 from tiny_measure import documents, tiny_bert, tiny_causal, tiny_t5, word_tokenizer
@@ -36,6 +38,32 @@ def test_the_models_own_output_by_fused_attention_leaves_later_layers_as_they_ar
     """Layer 1 reads what layer 0 put out; its logits would move if the fused output differed."""
     free, dense = run(tiny_causal(), nulls="none"), run(tiny_causal(), nulls="none", method="svd")
     np.testing.assert_allclose(free.logit_sd.sel(layer=1), dense.logit_sd.sel(layer=1), rtol=1e-4)
+
+
+def test_a_killed_run_goes_on_within_its_part_with_identical_values(tmp_path, monkeypatch):
+    monkeypatch.setattr(lanczos, "SAVE_EVERY", 0.0)
+    options = {"nulls": "gaussian", "workers": 1}
+    whole = run(tiny_causal(), **options)
+    made, allowed, original = [], [8], ContextMap.gram_matmul
+
+    def product(self, X):
+        if len(made) >= allowed[0]:
+            raise MemoryError
+        made.append(1)
+        return original(self, X)
+
+    monkeypatch.setattr(ContextMap, "gram_matmul", product)
+    with pytest.raises(MemoryError):
+        run(tiny_causal(), out=tmp_path, **options)
+    # Three passes exhaust a map of 200 tokens: two heads are whole, one has made two passes.
+    kept = sorted(path.name.rpartition(".")[2] for path in (tmp_path / "parts").iterdir())
+    assert kept == ["bands", "bands", "lanczos"]
+    total, allowed[0] = 3 * 2 * 2 * 4 + 3 * 2 * 4, 10**6
+    again = run(tiny_causal(), out=tmp_path, **options)
+    assert len(made) == total
+    assert [path.name for path in (tmp_path / "parts").iterdir()] == ["part-0000000-0000002.safetensors"]
+    for name, values in whole.data_vars.items():
+        np.testing.assert_array_equal(again[name], values, err_msg=str(name))
 
 
 def test_nulls_that_shuffle_entries_are_refused_and_left_out_of_all():

@@ -43,6 +43,16 @@ def numbers(text: str | None, argument: str) -> list[int] | None:
     return sorted(set(chosen))
 
 
+def numbers_or_sample(text: str | None, argument: str) -> list[int] | str | None:
+    """Read ``random:K`` as it is, and anything else as :func:`numbers` does.
+
+    Example:
+        >>> numbers_or_sample("random:4", "heads"), numbers_or_sample("0,2", "heads")
+        ('random:4', [0, 2])
+    """
+    return text if text is not None and text.startswith("random") else numbers(text, argument)
+
+
 @app.command()
 def measure(
     model: Annotated[str, typer.Argument(help="Hub id, folder, .gguf file, PEFT adapter's folder, or minilm.")],
@@ -57,8 +67,8 @@ def measure(
     column: Annotated[str | None, typer.Option(help="The text's column in a table.")] = None,
     nulls: Annotated[str | None, typer.Option(help="all, none, or names with commas; default three.")] = None,
     null_windows: Annotated[int, typer.Option(help="Nulls are measured on the first so many windows.")] = 16,
-    layers: Annotated[str | None, typer.Option(help="Attentions by number, as 0,3-5; default all.")] = None,
-    heads: Annotated[str | None, typer.Option(help="Heads by number, as 0,3-5; default all.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Attentions as 0,3-5, or random:K; default all.")] = None,
+    heads: Annotated[str | None, typer.Option(help="Heads as 0,3-5, or random:K; default all.")] = None,
     method: Annotated[str, typer.Option(help="auto, svd, gram, gram32, or matrix-free for long n.")] = "auto",
     tolerance: Annotated[float, typer.Option(help="Largest error of a nuclear fraction that auto may leave.")] = 1e-6,
     width: Annotated[float, typer.Option(help="Band width at which matrix-free stops.")] = 0.02,
@@ -82,7 +92,7 @@ def measure(
     )
 
     part_of = shard_of(shard)
-    chosen_layers, chosen_heads = numbers(layers, "layers"), numbers(heads, "heads")
+    chosen_layers, chosen_heads = numbers_or_sample(layers, "layers"), numbers_or_sample(heads, "heads")
     console = Console(stderr=True, quiet=part_of[0] > 0)
     columns = (
         TextColumn("windows"),

@@ -21,6 +21,7 @@ References:
 """
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -48,6 +49,8 @@ SHAPE = 0.1
 BACKWARD = 8.0
 # Below this many entries P is written down when Lanczos vectors would fill half the space.
 DENSE_ENTRIES = 2**26
+# Seconds of work after which a run that has a state file writes it.
+SAVE_EVERY = 30.0
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,7 @@ class BlockLanczos:
             tensors |= {f"{name}.{i}": block.contiguous() for i, block in enumerate(getattr(self, f"_{name}"))}
         path = Path(path)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        save_file(tensors, temporary, metadata={"passes": str(self.passes), "map": _fingerprint(self.context_map)})
+        save_file(tensors, temporary, metadata={"passes": str(self.passes), "map": fingerprint(self.context_map)})
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
         temporary.replace(path)
@@ -218,10 +221,10 @@ class BlockLanczos:
         run.context_map = context_map
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
-            if metadata["map"] != _fingerprint(context_map):
+            if metadata["map"] != fingerprint(context_map):
                 raise RankscopeError(
                     f"`path` {str(path)!r} is a run on another map ({metadata['map']}), not on this one "
-                    f"({_fingerprint(context_map)}): start anew"
+                    f"({fingerprint(context_map)}): start anew"
                 )
             passes = int(metadata["passes"])
             run._basis = [file.get_tensor(f"basis.{i}").clone().to(context_map.device) for i in range(passes + 1)]
@@ -437,6 +440,7 @@ def matrix_free_spectrum(
     passes: int = 64,
     width: float | None = None,
     generator: torch.Generator,
+    state: Path | None = None,
 ) -> MatrixFreeSpectrum:
     r"""Singular values, nuclear norm and both rank curves of P with a band, in O(n · block · passes) memory.
 
@@ -447,6 +451,8 @@ def matrix_free_spectrum(
         passes: Products with :math:`P^\top P` at most; each takes little more than one product with P.
         width: Stop as soon as no place of a band is wider; ``None`` makes all passes.
         generator: Draws the starting vectors.
+        state: A file that keeps the run, written every half minute: a call with the same arguments goes on from its
+            last pass, to the same values. It stays; one of another run is written over.
 
     Returns:
         The spectrum; ``width`` in it tells what was reached.
@@ -465,8 +471,18 @@ def matrix_free_spectrum(
     if width is not None and not width > 0:
         raise RankscopeError(f"`width` must be positive, got {width}: None makes all passes")
     run = BlockLanczos(context_map, block=block, generator=generator)
+    if state is not None:
+        run = _continued(run, state, passes)
+    saved = time.monotonic()
     for stop in _checkpoints(passes) if width is not None else iter([passes]):
-        run.extend(stop - run.passes)
+        # A run that was continued beyond a look had not reached its width there.
+        if run.passes > stop:
+            continue
+        while run.passes < stop and not run.is_exhausted:
+            run.extend(1)
+            if state is not None and time.monotonic() - saved >= SAVE_EVERY:
+                run.save_state(state)
+                saved = time.monotonic()
         spectrum = run.spectrum(rank)
         if spectrum.is_exact or (width is not None and spectrum.width <= width):
             break
@@ -482,7 +498,18 @@ def _checkpoints(passes: int) -> Iterator[int]:
     yield passes
 
 
-def _fingerprint(context_map: ContextMap) -> str:
+def _continued(fresh: BlockLanczos, state: Path, passes: int) -> BlockLanczos:
+    """Return the run that a file holds if it started as the fresh one does and is not beyond it, else the fresh one."""
+    try:
+        run = BlockLanczos.load_state(state, fresh.context_map)
+    except (OSError, SafetensorError, KeyError, RankscopeError):
+        return fresh
+    same = torch.equal(run._basis[0], fresh._basis[0]) and run.passes <= passes
+    return run if same else fresh
+
+
+def fingerprint(context_map: ContextMap) -> str:
+    """Tell maps apart: shape, precision and squared norm to ten digits."""
     n, m = context_map.shape
     return f"{n} x {m}, {context_map.dtype}, squared norm {context_map.frobenius_squared():.9e}"
 

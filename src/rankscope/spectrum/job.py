@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from rankscope.linalg.rank import energy_curve, nuclear_curve, scalars
 from rankscope.spectrum.heads import Head, deviation
 from rankscope.spectrum.matrix_free import MATRIX_FREE, head_bands
 from rankscope.spectrum.nulls import NULLS, generator_for
+from rankscope.spectrum.parts import head_prefix
 
 # A float64 SVD costs about four of the fast ones, so the check takes a few per cent of the time.
 AUDIT_EVERY = 64
@@ -43,6 +45,7 @@ class Plan:
         seed: The run's seed.
         index: The numbers of singular values the curves are kept at, or ``None`` for sentences of several
             lengths, whose curves are kept at the fractions :data:`SENTENCE_GRID`.
+        keep: A folder for matrix-free heads finished or in progress until their part is written; ``None`` keeps none.
     """
 
     method: str
@@ -50,6 +53,7 @@ class Plan:
     width: float
     seed: int
     index: NDArray[np.int64] | None
+    keep: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,8 @@ def dense(head: Head, place: Place, plan: Plan) -> HeadSpectrum:
 def banded(head: Head, place: Place, name: str, plan: Plan) -> HeadSpectrum:
     """Curves with their bands, and the scalars that are known, of a map that is never written down."""
     generator = generator_for(plan.seed, f"{name}, Lanczos", place.window, place.layer, place.head)
-    curves, numbers, notes = head_bands(head, width=plan.width, generator=generator)
+    keep = None if plan.keep is None else plan.keep / f"{head_prefix(place.window)}{place.layer}-{place.head}-{name}"
+    curves, numbers, notes = head_bands(head, width=plan.width, generator=generator, keep=keep)
     return HeadSpectrum({name: on_axis(curve, plan.index) for name, curve in curves.items()}, numbers, notes)
 
 

@@ -1,16 +1,21 @@
 """Heads whose map is never written down: from a captured head to an operator, and its bands."""
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from rankscope._errors import RankscopeError
 from rankscope.linalg.context_map import ContextMap
-from rankscope.linalg.lanczos import MatrixFreeSpectrum, matrix_free_spectrum
+from rankscope.linalg.lanczos import MatrixFreeSpectrum, fingerprint, matrix_free_spectrum
 from rankscope.spectrum.heads import NO_MASK, Head, MaskRule
+from rankscope.spectrum.parts import disk_error, write_whole
 
 MATRIX_FREE = "matrix-free"
 SHARES = (90, 95, 99)
@@ -22,26 +27,62 @@ WEIGHTS_ONLY = (
     "(it does not use the attention interface): use a dense method at a shorter n"
 )
 
+# Curves, scalars and counters of one head.
+Bands = tuple[dict[str, Tensor], dict[str, float], dict[str, float]]
 
-def head_bands(
-    head: Head, *, width: float, generator: torch.Generator
-) -> tuple[dict[str, Tensor], dict[str, float], dict[str, float]]:
+
+def head_bands(head: Head, *, width: float, generator: torch.Generator, keep: Path | None = None) -> Bands:
     """Curves with bands, scalars and counters of one head, in O(n · block) memory.
 
     Args:
         head: A head with query and key.
         width: Stop when the bands are nowhere wider.
         generator: Draws the starting vectors.
+        keep: How the head's files begin: its Lanczos run every half minute, then its result. With them there, a
+            head goes on where it was, or is read back, with the same values; whoever keeps the result elsewhere
+            removes them.
 
     Returns:
         Curves ``(r,)`` by name with ``_low`` and ``_high`` twins; scalars: what is known exactly, or the middle
         of its band; counters.
 
     Raises:
-        RankscopeError: The head has only weights, or a mask that is neither causal nor a causal window.
+        RankscopeError: The head has only weights, or a mask that is neither causal nor a causal window; a file
+            can't be written.
     """
     P = operator_of(head)
-    spectrum = matrix_free_spectrum(P, width=width, generator=generator)
+    if keep is None:
+        return bands_of(P, matrix_free_spectrum(P, width=width, generator=generator))
+    state, path = (keep.with_name(f"{keep.name}.{kind}") for kind in ("lanczos", "bands"))
+    known = read_bands(path, P)
+    if known is None:
+        try:
+            spectrum = matrix_free_spectrum(P, width=width, generator=generator, state=state)
+        except (OSError, SafetensorError) as error:
+            raise disk_error(state, error) from None
+        known = bands_of(P, spectrum)
+        curves, numbers, notes = known
+        metadata = {"map": fingerprint(P), "numbers": json.dumps(numbers), "notes": json.dumps(notes)}
+        write_whole(path, save({name: curve.contiguous() for name, curve in curves.items()}, metadata=metadata))
+        state.unlink(missing_ok=True)
+    return known
+
+
+def read_bands(path: Path, P: ContextMap) -> Bands | None:
+    """Read a kept result back, or ``None`` where there is none of this map."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            if metadata["map"] != fingerprint(P):
+                return None
+            curves = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
+            return curves, json.loads(metadata["numbers"]), json.loads(metadata["notes"])
+    except (OSError, SafetensorError, KeyError, TypeError, json.JSONDecodeError):
+        return None
+
+
+def bands_of(P: ContextMap, spectrum: MatrixFreeSpectrum) -> Bands:
+    """Turn a spectrum into curves, scalars and counters."""
     n, m = P.shape
     r = min(n, m)
     curves = {

@@ -23,6 +23,7 @@ from rankscope.spectrum.matrix_free import MATRIX_FREE, long_index
 from rankscope.spectrum.nulls import NULLS, choose_nulls
 from rankscope.spectrum.parts import PART_WINDOWS, Part, RunFolder, gap, window_hash
 from rankscope.spectrum.runner import Runner
+from rankscope.spectrum.sample import sample_size
 from rankscope.windows import Window, packed_windows, sentence_windows
 
 PACKINGS = ("packed", "sentence")
@@ -47,8 +48,8 @@ def measure(
     column: str | None = None,
     nulls: str | Sequence[str] | None = None,
     null_windows: int = 16,
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
+    layers: Sequence[int] | str | None = None,
+    heads: Sequence[int] | str | None = None,
     method: str = "auto",
     tolerance: float = 1e-6,
     width: float = 0.02,
@@ -80,8 +81,9 @@ def measure(
         column: The text's column in a table.
         nulls: ``"all"``, ``"none"``, or names of :data:`rankscope.spectrum.nulls.NULLS`; default three.
         null_windows: On how many of the first windows the nulls are measured.
-        layers: Which attentions, by number; default all.
-        heads: Which heads of each, by number; default all.
+        layers: Which attentions, by number, or ``"random:K"`` for a sample of K by the seed; default all.
+        heads: Which heads of each, by number, or ``"random:K"`` (the same K in every layer); default all. What was
+            drawn is in the attribute ``drawn`` and in the run's settings.
         method: A method of :data:`rankscope.linalg.decompose.METHODS`, ``"auto"``, or ``"matrix-free"``, which
             never writes P down: curves then come with bands ``_low`` and ``_high``.
         tolerance: Largest error of a nuclear fraction that ``auto`` may leave.
@@ -121,7 +123,9 @@ def measure(
         METHODS[method]
     check_shard(shard, half_width)
     for name, chosen in (("layers", layers), ("heads", heads)):
-        if chosen is not None and len(chosen) == 0:
+        if isinstance(chosen, str):
+            sample_size(chosen, name)
+        elif chosen is not None and len(chosen) == 0:
             raise RankscopeError(f"`{name}` must hold at least one number, got none: leave it out for all")
     if not 0 <= seed < SEEDS:
         raise RankscopeError(f"`seed` must lie between 0 and 2**63 - 1, got {seed}")
@@ -149,8 +153,8 @@ def measure(
         "packing": packing,
         "nulls": list(chosen_nulls),
         "null_windows": null_windows,
-        "layers": None if layers is None else list(layers),
-        "heads": None if heads is None else list(heads),
+        "layers": layers if layers is None or isinstance(layers, str) else list(layers),
+        "heads": heads if heads is None or isinstance(heads, str) else list(heads),
         "method": method,
         "tolerance": tolerance,
         "width": width,
@@ -168,12 +172,12 @@ def measure(
         compressed = is_compressed(pretrained.model)
         most = compressed_index(pretrained.model) if compressed else n
         index = (long_index(n) if method == MATRIX_FREE else np.arange(1, most + 1)) if packing == "packed" else None
-        plan = Plan(method, tolerance, width, seed, index)
+        plan = Plan(method, tolerance, width, seed, index, None if out is None else folder.parts_path)
         kind = CompressedRunner if compressed else Runner
         with kind(pretrained, chosen_nulls, null_windows, plan, layers, heads, workers, batch_size) as runner:
             facts = runner.inspect(first)
             # Not before the model has taken them: a refused setting must not bar the folder to its correction.
-            folder.claim(settings)
+            folder.claim(settings | runner.drawn)
             done = run_parts(folder, runner, chain_first(first, stream), windows, half_width, shard, progress)
         description = {
             "windows": done,
@@ -195,6 +199,7 @@ def measure(
                 "skipped_text": dict(stream.left_out),
                 "half_width": half_width,
                 "windows_wanted": windows,
+                **({"drawn": runner.drawn} if runner.drawn else {}),
                 **facts,
             },
         }

@@ -139,6 +139,9 @@ class RunFolder:
         except (OSError, SafetensorError) as error:
             temporary.unlink(missing_ok=True)
             raise disk_error(path, error) from None
+        for window in range(part.start, part.stop):
+            for kept in self.parts_path.glob(f"{head_prefix(window)}*"):
+                kept.unlink(missing_ok=True)
 
     def load(self, start: int, stop: int) -> Part:
         """Read one part back.
@@ -218,6 +221,16 @@ def read_settings(folder: Path) -> dict[str, Any]:
         return json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise RankscopeError(f"{str(path)!r} is damaged ({error}): choose another --out") from None
+
+
+def head_prefix(window: int) -> str:
+    """How the files of a window's single heads begin; they are kept until the part that holds it is written.
+
+    Example:
+        >>> head_prefix(12)
+        'head-0000012-'
+    """
+    return f"head-{window:07d}-"
 
 
 def gap(start: int, stop: int, finished: list[tuple[int, int]]) -> tuple[int, int] | None:

@@ -22,6 +22,7 @@ from rankscope.spectrum.job import HeadSpectrum, Place, Plan, head_spectra
 from rankscope.spectrum.matrix_free import MATRIX_FREE, mask_rule
 from rankscope.spectrum.nulls import NULLS, QUERY_AND_KEY_NEEDED, generator_for
 from rankscope.spectrum.parts import Part, add_notes, window_hash
+from rankscope.spectrum.sample import drawn
 from rankscope.windows import Window, random_token_window
 
 # Tokens of the first window that the route and the self-check look at.
@@ -40,8 +41,8 @@ class Runner:
         nulls: Names of :data:`rankscope.spectrum.nulls.NULLS`.
         null_windows: Nulls are measured on windows below this number.
         plan: Numerics.
-        layers: Attentions to measure, by number, or ``None``.
-        heads: Heads to measure, by number, or ``None``.
+        layers: Attentions to measure, by number or ``random:K``, or ``None``.
+        heads: Heads to measure in each, by number or ``random:K`` (the same in every layer), or ``None``.
         workers: Decompositions at a time.
         batch_size: Windows a forward.
     """
@@ -52,8 +53,8 @@ class Runner:
         nulls: tuple[str, ...],
         null_windows: int,
         plan: Plan,
-        layers: Sequence[int] | None,
-        heads: Sequence[int] | None,
+        layers: Sequence[int] | str | None,
+        heads: Sequence[int] | str | None,
         workers: int,
         batch_size: int,
     ) -> None:
@@ -62,8 +63,10 @@ class Runner:
         self.null_windows = null_windows
         self.plan = plan
         self.batch_size = batch_size
-        self.chosen_layers = layers
-        self.chosen_heads = heads
+        self.wanted = {"layers": layers, "heads": heads}
+        self.drawn: dict[str, list[int]] = {}
+        self.chosen_layers = None if isinstance(layers, str) else layers
+        self.chosen_heads = None if isinstance(heads, str) else heads
         self.layers: list[LayerInfo] = []
         # A few heads a worker: enough to bridge a layer, few enough to hold little of it.
         self.pool = SpectrumPool(workers, limit=6 * workers)
@@ -108,6 +111,7 @@ class Runner:
                 "`method` matrix-free runs the model by fused attention, and this model's own attention gives another "
                 "output (a soft cap, sinks, or weights that it does not hand out): use a dense method at a shorter n"
             )
+        self.draw(len(met), max((layer.heads for layer in met), default=0))
         wanted = range(len(met)) if self.chosen_layers is None else self.chosen_layers
         for name, numbers, count in (
             ("layers", wanted, len(met)),
@@ -125,6 +129,15 @@ class Runner:
             "forward": "fused attention" if self.fused else "the model's own eager attention",
             "self_check": self_check(self.pretrained.model, inputs, self.route),
         }
+
+    def draw(self, layers: int, heads: int) -> None:
+        """Draw the samples that were asked for, by the run's seed, of so many layers and heads."""
+        for name, count in (("layers", layers), ("heads", heads)):
+            wanted = self.wanted[name]
+            if isinstance(wanted, str):
+                self.drawn[name] = drawn(wanted, name, count, generator_for(self.plan.seed, name, 0, 0, 0))
+        self.chosen_layers = self.drawn.get("layers", self.chosen_layers)
+        self.chosen_heads = self.drawn.get("heads", self.chosen_heads)
 
     def same_output(self, inputs: dict[str, Tensor], own: Any) -> bool:
         """Whether the model puts out the same when fused attention stands in for its own, as it does for most.
