@@ -113,8 +113,8 @@ def page(result: dict[str, Any]) -> str:
         f"{result['cpu_hours']:.2f} CPU-hours of finetuning.",
         "",
         table_2(ours, scale, tasks),
-        f"Most frequent label: {', '.join(majority(result, task) for task in tasks)} %. What lies within a few points of "
-        "it has learnt little.",
+        f"Most frequent label: {', '.join(majority(result, task) for task in tasks)} %. What lies within a few points "
+        "of it has learnt little.",
         "",
     ]
     if len(names) > 1:

@@ -136,7 +136,7 @@ def test_the_loss_and_the_update_are_adamws(place):
 
 
 def test_the_order_is_the_seeds_and_every_epoch_holds_each_row_once():
-    data = Encoded([{"input_ids": [0] * (i + 1)} for i in range(10)], np.zeros(10, np.int64), 0)
+    data = Encoded([{"input_ids": np.zeros(i + 1, np.int32)} for i in range(10)], np.zeros(10, np.int64), 0)
     rows = OrderedRows(data, 3, 30)
     places = [rows.place(t) for t in range(30)]
     for epoch in range(3):
@@ -151,7 +151,9 @@ def test_predictions_do_not_depend_on_the_batch(place):
     words = word_tokenizer()
     data = encode(load_split(TASKS["sst2"], place / "data", "eval"), words, 12)
     with torch.inference_mode():
-        alone = torch.cat([model(input_ids=torch.tensor([row["input_ids"]])).logits for row in data.rows])
+        alone = torch.cat(
+            [model(input_ids=torch.from_numpy(row["input_ids"])[None].long()).logits for row in data.rows]
+        )
         # The border is put between the two middle rows, so that both classes are found and none by rounding.
         lead = (alone[:, 1] - alone[:, 0]).sort().values
         border = (lead[15] + lead[16]) / 2
@@ -175,6 +177,18 @@ def test_long_rows_are_cut_and_counted_the_longer_of_a_pair_first():
     assert data.lengths.max() == 7
     kept = word_tokenizer().convert_ids_to_tokens(data.rows[0]["input_ids"])
     assert {"w1", "w2"} <= set(kept)
+
+
+def test_rows_that_no_step_comes_to_are_not_encoded(place):
+    split = load_split(TASKS["sst2"], place / "data", "train")
+    whole = encode(split, word_tokenizer(), 12)
+    some = encode(split, word_tokenizer(), 12, places=[5, 2, 5])
+    assert len(some) == len(whole) == 64
+    assert np.flatnonzero(some.lengths).tolist() == [2, 5]
+    assert some.rows[5]["input_ids"].tolist() == whole.rows[5]["input_ids"].tolist()
+    visited = OrderedRows(whole, 0, 20).places()
+    seen = encode(split, word_tokenizer(), 12, places=visited)
+    assert OrderedRows(seen, 0, 20).tokens == OrderedRows(whole, 0, 20).tokens
 
 
 def test_n_beyond_512_is_kept_where_the_model_holds_it(tmp_path):

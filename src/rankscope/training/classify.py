@@ -6,9 +6,8 @@ import json
 import math
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,7 +26,8 @@ from rankscope.training.mlm_trainer import peak_memory
 from rankscope.training.pretrain import quiet
 from rankscope.training.tasks import Split, Task, score
 
-Features = dict[str, list[int]]
+Features = dict[str, NDArray[np.int32]]
+ENCODED_AT_ONCE = 256
 LOSS_POINTS = 50
 EVAL_TOKENS = 2**14
 
@@ -83,7 +83,8 @@ class Encoded:
     """A split as token ids.
 
     Args:
-        rows: What the tokenizer makes of each row, its padding left for the batch.
+        rows: What the tokenizer makes of each row, its padding left for the batch; empty for rows that were not asked
+            for.
         labels: ``(rows,)``.
         truncated: Rows longer than n, whose end was cut off.
     """
@@ -93,43 +94,44 @@ class Encoded:
     truncated: int
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.labels)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each row, ``(rows,)``."""
         return np.array([len(row["input_ids"]) for row in self.rows], np.int64)
 
-    def data_hash(self) -> str:
-        """SHA-256 over ids and labels, in order."""
-        digest = sha256(self.labels.tobytes())
-        for row in self.rows:
-            digest.update(np.array(row["input_ids"], np.int64).tobytes() + b"|")
-        return digest.hexdigest()
 
-
-def encode(split: Split, tokenizer: Any, n: int) -> Encoded:
+def encode(split: Split, tokenizer: Any, n: int, *, places: Iterable[int] | None = None) -> Encoded:
     """Tokenize a split; a row longer than ``n`` tokens is cut, of a pair the longer text first.
 
     Args:
         split: Labelled texts.
         tokenizer: A ``transformers`` tokenizer.
         n: Tokens at most, special tokens included.
+        places: Which rows; all by default.
 
     Returns:
         The split as token ids.
     """
-    columns = [list(column) for column in zip(*split.texts, strict=True)]
-    whole = tokenizer(*columns, return_attention_mask=False, verbose=False)
-    names = [name for name in whole if name in ("input_ids", "token_type_ids")]
-    rows, truncated = [], 0
-    for place, texts in enumerate(split.texts):
-        row = {name: whole[name][place] for name in names}
-        if len(row["input_ids"]) > n:
-            cut = tokenizer(*texts, truncation="longest_first", max_length=n, return_attention_mask=False)
-            row = {name: cut[name] for name in names}
-            truncated += 1
-        rows.append(row)
+    chosen = range(len(split)) if places is None else sorted(set(places))
+    rows: list[Features] = [{"input_ids": np.empty(0, np.int32)}] * len(split)
+    truncated = 0
+    # A few at a time: a tokenizer's own record of a token takes a hundred bytes and more.
+    for start in range(0, len(chosen), ENCODED_AT_ONCE):
+        some = chosen[start : start + ENCODED_AT_ONCE]
+        columns = [list(column) for column in zip(*(split.texts[place] for place in some), strict=True)]
+        whole = tokenizer(*columns, return_attention_mask=False, verbose=False)
+        names = [name for name in whole if name in ("input_ids", "token_type_ids")]
+        for offset, place in enumerate(some):
+            row = {name: whole[name][offset] for name in names}
+            if len(row["input_ids"]) > n:
+                cut = tokenizer(
+                    *split.texts[place], truncation="longest_first", max_length=n, return_attention_mask=False
+                )
+                row = {name: cut[name] for name in names}
+                truncated += 1
+            rows[place] = {name: np.array(ids, np.int32) for name, ids in row.items()}
     return Encoded(rows, split.labels, truncated)
 
 
@@ -159,11 +161,14 @@ class OrderedRows(Dataset[dict[str, Any]]):
         place = self.place(t)
         return {**self.encoded.rows[place], "labels": int(self.encoded.labels[place])}
 
+    def places(self) -> list[int]:
+        """Which row comes when, through the whole run."""
+        return [self.place(t) for t in range(self.count)]
+
     @property
     def tokens(self) -> int:
         """Tokens of the run, padding not counted."""
-        lengths = self.encoded.lengths
-        return int(sum(lengths[self.place(t)] for t in range(self.count)))
+        return int(self.encoded.lengths[self.places()].sum())
 
 
 class Padding:
@@ -179,7 +184,7 @@ class Padding:
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         """Return ``input_ids``, ``attention_mask`` and the tokenizer's further ids ``(b, n)``, ``labels (b,)``."""
-        features = [{name: ids for name, ids in row.items() if name != "labels"} for row in rows]
+        features = [{name: ids.tolist() for name, ids in row.items() if name != "labels"} for row in rows]
         longest = max(len(row["input_ids"]) for row in features)
         width = min(-(-longest // 8) * 8, max(self.n, longest))
         batch = dict(self.tokenizer.pad(features, padding="max_length", max_length=width, return_tensors="pt"))

@@ -101,6 +101,7 @@ def finetune(args: FinetuneArgs, out: str | Path, *, progress: Progress | None =
     from rankscope.spectrum.parts import write_whole
     from rankscope.training.classifiers import resolve
     from rankscope.training.classify import Plan, encode, read_json, train_and_score
+    from rankscope.training.data import tokenizer_hash
 
     refuse_processes()
     out, task = Path(out), TASKS[args.task]
@@ -127,7 +128,7 @@ def finetune(args: FinetuneArgs, out: str | Path, *, progress: Progress | None =
             "rows_left_out": splits[name].left_out,
             "truncated": encoded[name].truncated,
             "majority": splits[name].majority,
-            "hash": encoded[name].data_hash(),
+            "hash": splits[name].data_hash,
         }
         for name in SPLITS
     }
@@ -135,6 +136,7 @@ def finetune(args: FinetuneArgs, out: str | Path, *, progress: Progress | None =
         **asdict(args),
         "n": source.n,
         "weights": sha256(source.fingerprint(model).encode()).hexdigest(),
+        "tokenizer_hash": tokenizer_hash(source.tokenizer),
         "train_hash": data["train"]["hash"],
         "eval_hash": data["eval"]["hash"],
     }

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,14 @@ class Split:
     def majority(self) -> float:
         """Accuracy of always answering the most frequent label."""
         return float(np.bincount(self.labels).max() / len(self.labels))
+
+    @property
+    def data_hash(self) -> str:
+        """SHA-256 over texts and labels, in order."""
+        digest = sha256(self.labels.tobytes())
+        for texts in self.texts:
+            digest.update("\t".join(texts).encode() + b"\n")
+        return digest.hexdigest()
 
 
 def _glue(
