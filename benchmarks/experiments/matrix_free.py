@@ -220,8 +220,8 @@ def run_case(name: str, arguments: argparse.Namespace) -> object:
     if kind == "cost":
         n = int(rest)
         return cost_case(n, [LONG_PASSES] if n == LONG else looks_until(64))
-    model, _, n = rest.rpartition(" ")
-    return cover_case(model, int(n), arguments)
+    model, _, length = rest.rpartition(" ")
+    return cover_case(model, int(length), arguments)
 
 
 def summary(cases: dict[str, dict]) -> dict[str, object]:

@@ -106,3 +106,15 @@ def test_the_command_writes_the_page_and_names_a_bad_rank(tmp_path, capsys):
     assert capsys.readouterr().out.strip().endswith("truncation.html")
     assert main(["truncate", "minilm", "pydoc", "--ranks", "4,17", *options]) == 2
     assert "`ranks` must be numbers from 1 to n=16" in capsys.readouterr().err
+
+
+def test_the_command_refuses_ranks_without_numbers_and_a_file_in_the_folders_place_before_it_loads(tmp_path, capsys):
+    place = tmp_path / "file"
+    place.write_text("mine")
+    for ranks, out, words in (("all", tmp_path / "run", "`ranks` must be numbers"), ("4", place, "it is a file")):
+        assert main(["truncate", "minilm", "pydoc", "--ranks", ranks, "--out", str(out)]) == 2
+        shown = capsys.readouterr().err
+        assert words in shown
+        assert "windows" not in shown
+    assert place.read_text() == "mine"
+    assert not (tmp_path / "run").exists()

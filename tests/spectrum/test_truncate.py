@@ -216,6 +216,8 @@ def test_the_same_seed_gives_the_same_numbers_and_another_another_control():
         ({"ranks": []}, "`ranks`"),
         ({"n": 65, "ranks": [4]}, "64 positions: choose --n 64"),
         ({"windows": 0}, "`windows` at least 1"),
+        ({"seed": -1}, "`seed` must lie between 0"),
+        ({"seed": 2**63}, "`seed` must lie between 0"),
     ],
 )
 def test_numbers_that_cannot_be_meant_are_refused(changes, words):

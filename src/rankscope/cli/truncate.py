@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rankscope._errors import RankscopeError
 from rankscope.cli.measure import numbers
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -31,7 +32,11 @@ def truncate(
     """Replace every head's P by its best rank-k map: what that does to PV and to the model's own output."""
     from rich.progress import Progress
 
-    chosen = numbers(ranks, "ranks") or []
+    chosen = numbers(ranks, "ranks")
+    if chosen is None:
+        raise RankscopeError("`ranks` must be numbers such as 8,16,32, got 'all': each k costs a forward, so name them")
+    if out.exists() and not out.is_dir():
+        raise RankscopeError(f"`out` {str(out)!r} can't be used as a folder: it is a file; choose another --out")
     console = Console(stderr=True)
     with console.status("loading model and text"):
         from rankscope.report.truncate_page import write_truncation

@@ -34,6 +34,8 @@ from rankscope.windows import Window, packed_windows
 FILE_NAME = "truncation.nc"
 # Tokens of the first window by which the model's route is found.
 CHECKED_TOKENS = 128
+# What the result's file holds as one number, and numpy's seeds take no negative ones.
+SEEDS = 2**63
 MASKED_SHARE = 0.15
 VARIANTS = {
     "best": "P's best approximation of rank k (Eckart and Young)",
@@ -112,6 +114,8 @@ def truncate(
         raise RankscopeError(f"`n` must be at least 8 and `windows` at least 1, got {n} and {windows}")
     if not ranks or ranks[0] < 1 or ranks[-1] > n:
         raise RankscopeError(f"`ranks` must be numbers from 1 to n={n}, got {ranks}: a map of n tokens has rank n")
+    if not 0 <= seed < SEEDS:
+        raise RankscopeError(f"`seed` must lie between 0 and 2**63 - 1, got {seed}")
     marks = marked_ranks(spectrum, n)
     pretrained, why_no_loss = with_head(model, dtype=dtype, device=device, tokenizer=tokenizer)
     limit = max_positions(pretrained.model)
