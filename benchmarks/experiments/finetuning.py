@@ -105,7 +105,11 @@ def page(result: dict[str, Any]) -> str:
     ]
     first = result["cells"][0]
     checkpoints = len({cell["checkpoint"] for cell in result["cells"]})
-    scale = f"{scale_of(first)} ({tasks[0]}); {checkpoints} checkpoints, {len(first['seeds'])} finetuning seeds each"
+    scale = (
+        f"{scale_of(first)} ({tasks[0]}); checkpoints: {checkpoints}, finetuning seeds of each: {len(first['seeds'])}"
+    )
+    every = [run for cell in result["cells"] for run in cell["runs"]]
+    constant, runs = sum(run["one_answer_share"] == 1 for run in every), len(every)
     lines = [
         "# Finetuning: the paper's Table 2 at this project's scale",
         "",
@@ -114,7 +118,7 @@ def page(result: dict[str, Any]) -> str:
         "",
         table_2(ours, scale, tasks),
         f"Most frequent label: {', '.join(majority(result, task) for task in tasks)} %. What lies within a few points "
-        "of it has learnt little.",
+        f"of it has learnt little; {constant} of {runs} runs give every row the same answer.",
         "",
     ]
     if len(names) > 1:

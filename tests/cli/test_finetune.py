@@ -34,6 +34,14 @@ def test_the_result_is_written_and_printed_in_the_papers_form(capsys, place, tmp
     assert f"| 12 | {place / 'model'} (ours) |" in printed
 
 
+def test_a_model_that_answers_always_the_same_is_said_to_have_learnt_nothing(capsys, place, tmp_path):
+    code, printed, err = call(capsys, place, tmp_path / "run", "--learning-rate", "1e-9")
+    assert code == 0, err
+    [run] = json.loads((tmp_path / "run" / "result.json").read_text())["runs"]
+    assert 0.5 <= run["one_answer_share"] <= 1
+    assert ("1 of 1 seeds give every row the same answer" in printed) == (run["one_answer_share"] == 1)
+
+
 def test_the_same_command_goes_on_and_another_is_refused(capsys, place, tmp_path):
     assert call(capsys, place, tmp_path / "run")[0] == 0
     before = (tmp_path / "run" / "seed-0.json").stat().st_mtime_ns

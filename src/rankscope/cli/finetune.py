@@ -95,13 +95,18 @@ def lines_of(result: dict[str, Any]) -> str:
 
     evaluated, trained = result["data"]["eval"], result["data"]["train"]
     lines = []
+    count = len(result["seeds"])
     for name, found in result["metrics"].items():
         error = "" if found["standard_error"] is None else f" ± {100 * found['standard_error']:.1f}"
-        count = len(result["seeds"])
         lines.append(f"{name} {100 * found['mean']:.1f}{error} %   ({count} seed{'s' if count > 1 else ''})")
     lines.append(
         f"on {evaluated['rows']} rows, of which {100 * evaluated['majority']:.1f} % have the most frequent label"
     )
+    constant = sum(run["one_answer_share"] == 1 for run in result["runs"])
+    if constant:
+        lines.append(
+            f"{constant} of {count} seeds give every row the same answer: train longer, or raise --learning-rate"
+        )
     cut = sum(result["data"][split]["truncated"] for split in ("train", "eval"))
     if cut:
         lines.append(

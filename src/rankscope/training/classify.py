@@ -356,6 +356,8 @@ def train_and_score(
         "loss": curve[-1][1],
         "loss_curve": curve,
         "metrics": score(task, evaluation.labels, predicted),
+        # 1 says that it gives every row the same answer, whatever its accuracy.
+        "one_answer_share": float(np.bincount(predicted).max() / len(predicted)),
         "seconds": watch.seconds,
         "cpu_seconds": watch.cpu_seconds,
         "tokens_per_second": tokens / watch.seconds,
