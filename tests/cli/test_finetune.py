@@ -5,6 +5,7 @@ import json
 import pytest
 
 from rankscope.cli.__main__ import main
+from rankscope.cli.finetune import lines_of
 from tiny_task import save_encoder, save_task
 
 
@@ -35,11 +36,16 @@ def test_the_result_is_written_and_printed_in_the_papers_form(capsys, place, tmp
 
 
 def test_a_model_that_answers_always_the_same_is_said_to_have_learnt_nothing(capsys, place, tmp_path):
-    code, printed, err = call(capsys, place, tmp_path / "run", "--learning-rate", "1e-9")
+    code, _, err = call(capsys, place, tmp_path / "run")
     assert code == 0, err
-    [run] = json.loads((tmp_path / "run" / "result.json").read_text())["runs"]
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    [run] = result["runs"]
     assert 0.5 <= run["one_answer_share"] <= 1
-    assert ("1 of 1 seeds give every row the same answer" in printed) == (run["one_answer_share"] == 1)
+    words = "1 of 1 seeds give every row the same answer"
+    run["one_answer_share"] = 1.0
+    assert words in lines_of(result)
+    run["one_answer_share"] = 0.9
+    assert words not in lines_of(result)
 
 
 def test_the_same_command_goes_on_and_another_is_refused(capsys, place, tmp_path):

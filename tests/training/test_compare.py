@@ -1,6 +1,9 @@
 """Comparing: the same rows for both models, budgets kept, pairs and intervals right, finished runs kept."""
 
+import errno
 import json
+import os
+import shutil
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -16,6 +19,7 @@ from rankscope.training.compare import (
     in_child,
     quality,
     ratio,
+    share,
     steps_within,
 )
 from rankscope.training.listops import write_listops
@@ -139,6 +143,20 @@ def test_pretraining_is_compared_by_perplexity_on_the_same_windows(tmp_path):
     # Four steps from nothing: still about as good as knowing nothing of 300 tokens.
     assert 100 < found["transformer"]["mean"] < 400
     assert result == json.loads((tmp_path / "result.json").read_text())
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_half(tmp_path, monkeypatch):
+    for part in ("tokenizer", "data"):
+        (tmp_path / "data" / part).mkdir(parents=True)
+
+    def full(source, target):
+        target.mkdir(parents=True)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copytree", full)
+    with pytest.raises(RankscopeError, match="No space left"):
+        share(tmp_path / "data", tmp_path / "run")
+    assert not (tmp_path / "run" / "tokenizer").exists()
 
 
 def test_intervals_are_students_over_pairs():

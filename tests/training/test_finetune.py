@@ -232,6 +232,28 @@ def test_loaded_weights_are_the_checkpoints_and_the_head_is_the_seeds(place):
     assert source.rate(one) == pytest.approx(2e-5 * 768 / 32)
 
 
+def test_bfloat16_follows_float32(args, tmp_path):
+    """Autocast: the first loss to 1e-2, the matrices kept in float32."""
+    losses = [
+        finetune(replace(args, precision=precision, save_models=True), tmp_path / precision)["runs"][0]["loss_curve"]
+        for precision in ("float32", "bfloat16")
+    ]
+    assert losses[0] != losses[1]
+    assert losses[1][0][1] == pytest.approx(losses[0][0][1], rel=1e-2)
+    model = BertForSequenceClassification.from_pretrained(tmp_path / "bfloat16" / "model-seed-0")
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+
+
+def test_fresh_weights_are_the_seeds_and_not_the_checkpoints(place):
+    source = resolve(TASKS["sst2"], str(place / "model"), n=12, fresh=True)
+    trained = resolve(TASKS["sst2"], str(place / "model"), n=12).build(0)
+    one, again, other = (source.build(seed).bert.embeddings.word_embeddings.weight for seed in (0, 0, 1))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    assert not torch.equal(one, trained.bert.embeddings.word_embeddings.weight)
+    assert one.shape == trained.bert.embeddings.word_embeddings.weight.shape
+
+
 def test_a_kept_model_gives_the_same_predictions(args, tmp_path, place):
     finetune(replace(args, save_models=True), tmp_path)
     model = BertForSequenceClassification.from_pretrained(tmp_path / "model-seed-0")

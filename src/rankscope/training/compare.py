@@ -15,7 +15,7 @@ import numpy as np
 from rankscope._environment import environment
 from rankscope._errors import RankscopeError
 from rankscope.spectrum.intervals import mean_interval
-from rankscope.spectrum.parts import write_whole
+from rankscope.spectrum.parts import disk_error, write_whole
 from rankscope.training.classify import read_json
 from rankscope.training.finetune import RESULT, claim, summary
 from rankscope.training.listops import write_listops
@@ -283,9 +283,7 @@ def run_once(
     }
     if args.objective == "pretrain":
         order["pretrain"] = pretrain_settings(args)
-        for part in ("tokenizer", "data"):
-            if data is not None and not (folder / part).exists():
-                shutil.copytree(data / part, folder / part)
+        share(data, folder)
     row = runner(name, order)
     if "error" in row:
         raise RankscopeError(row["error"])
@@ -294,6 +292,22 @@ def run_once(
     if args.objective == "pretrain":
         shutil.rmtree(folder, ignore_errors=True)
     return {"model": kind, **row}, False
+
+
+def share(data: Path | None, folder: Path) -> None:
+    """Give a pretraining run the tokenizer and windows that all runs share.
+
+    Raises:
+        RankscopeError: The disk can't hold them.
+    """
+    for part in ("tokenizer", "data"):
+        if data is None or (folder / part).exists():
+            continue
+        try:
+            shutil.copytree(data / part, folder / part)
+        except OSError as error:
+            shutil.rmtree(folder / part, ignore_errors=True)
+            raise disk_error(folder, error) from None
 
 
 def in_child(name: str, order: dict[str, Any]) -> Row:
