@@ -146,6 +146,13 @@ def test_the_order_is_the_seeds_and_every_epoch_holds_each_row_once():
     assert [OrderedRows(data, 3, 12).place(t) for t in range(12)] == places[:12]
 
 
+def test_a_file_sorted_by_label_is_mixed_whatever_its_size():
+    labels = np.repeat([0, 1], 10_000)
+    rows = OrderedRows(Encoded([], labels, 0), 0, 20_000)
+    first = labels[rows.places()[:1000]]
+    assert abs(first.mean() - 0.5) < 4 * 0.5 / 1000**0.5
+
+
 def test_predictions_do_not_depend_on_the_batch(place):
     model = seeded(lambda: BertForSequenceClassification(bert_config(initializer_range=0.3)), 1)
     words = word_tokenizer()

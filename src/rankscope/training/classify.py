@@ -8,6 +8,7 @@ import resource
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +22,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from rankscope._environment import environment
 from rankscope._errors import RankscopeError
-from rankscope.training.data import RunOrder
+from rankscope.training.data import keyed_uniform
 from rankscope.training.mlm_trainer import peak_memory
 from rankscope.training.pretrain import quiet
 from rankscope.training.tasks import Split, Task, score
@@ -29,6 +30,8 @@ from rankscope.training.tasks import Split, Task, score
 Features = dict[str, NDArray[np.int32]]
 ENCODED_AT_ONCE = 256
 LOSS_POINTS = 50
+# The stream of random numbers that orders rows.
+ROWS = 4
 EVAL_TOKENS = 2**14
 
 
@@ -145,15 +148,15 @@ class OrderedRows(Dataset[dict[str, Any]]):
     """
 
     def __init__(self, encoded: Encoded, seed: int, count: int) -> None:
-        self.encoded, self.count = encoded, count
-        self.order = RunOrder(seed, len(encoded))
+        self.encoded, self.seed, self.count = encoded, seed, count
 
     def __len__(self) -> int:
         return self.count
 
     def place(self, t: int) -> int:
-        """Which row of the split comes t-th."""
-        return self.order(t)[1]
+        """Which row of the split comes t-th: every epoch holds each row once, shuffled anew over the whole split."""
+        epoch, offset = divmod(t, len(self.encoded))
+        return int(_permutation(self.seed, epoch, len(self.encoded))[offset])
 
     def __getitem__(self, t: int) -> dict[str, Any]:
         if not 0 <= t < self.count:
@@ -169,6 +172,11 @@ class OrderedRows(Dataset[dict[str, Any]]):
     def tokens(self) -> int:
         """Tokens of the run, padding not counted."""
         return int(self.encoded.lengths[self.places()].sum())
+
+
+@lru_cache(maxsize=4)
+def _permutation(seed: int, epoch: int, rows: int) -> NDArray[np.int64]:
+    return np.argsort(keyed_uniform(seed, ROWS, epoch, 0, rows), kind="stable")
 
 
 class Padding:
