@@ -1,6 +1,7 @@
 """Finetuning: it learns, a seed decides everything, finished seeds are kept, and each mistake is one line."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -317,6 +318,24 @@ def test_other_settings_into_the_same_folder_are_refused_and_named(args, tmp_pat
     with pytest.raises(RankscopeError, match="train_hash is"):
         finetune(replace(args, data=str(tmp_path / "other")), tmp_path / "run")
     assert (tmp_path / "run" / "result.json").read_bytes() == before
+
+
+def test_a_run_that_failed_does_not_bar_its_folder(args, tmp_path):
+    with pytest.raises(RankscopeError, match="the loss is"):
+        finetune(replace(args, learning_rate=1e30), tmp_path)
+    assert finetune(args, tmp_path)["seeds"] == [0]
+    with pytest.raises(RankscopeError, match=r"learning_rate is 1e\+30, there it is 0.01"):
+        finetune(replace(args, learning_rate=1e30), tmp_path)
+
+
+def test_a_checkpoint_of_another_configuration_is_one_line(args, place, tmp_path):
+    shutil.copytree(place / "model", tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": 64}))
+    with pytest.raises(RankscopeError, match="cannot be loaded from") as caught:
+        finetune(replace(args, model=str(tmp_path / "model")), tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
 
 
 def test_several_processes_are_refused(args, tmp_path, monkeypatch):

@@ -141,7 +141,9 @@ def _run(out: Path, **settings: Any) -> None:
             highlight=False,
         )
 
-    result = compare(CompareArgs(**settings), out, progress=progress)
+    args = CompareArgs(**settings)
+    console.print(f"{2 * args.seeds} runs at equal tokens, then those at equal time; data first", highlight=False)
+    result = compare(args, out, progress=progress)
     print(lines_of(result))
     print(f"\nwritten: {out / 'result.json'}")
 

@@ -17,7 +17,7 @@ from rankscope._errors import RankscopeError
 from rankscope.spectrum.intervals import mean_interval
 from rankscope.spectrum.parts import disk_error, write_whole
 from rankscope.training.classify import read_json
-from rankscope.training.finetune import RESULT, claim, summary
+from rankscope.training.finetune import RESULT, claim, release, summary
 from rankscope.training.listops import write_listops
 from rankscope.training.tasks import LISTOPS_ROWS, grammar_for
 
@@ -284,9 +284,13 @@ def run_once(
     if args.objective == "pretrain":
         order["pretrain"] = pretrain_settings(args)
         share(data, folder)
-    row = runner(name, order)
-    if "error" in row:
-        raise RankscopeError(row["error"])
+    try:
+        row = runner(name, order)
+        if "error" in row:
+            raise RankscopeError(row["error"])
+    except RankscopeError:
+        release(out, "runs/*.json")
+        raise
     path.parent.mkdir(exist_ok=True)
     write_whole(path, (json.dumps({"model": kind, **row}, indent=1) + "\n").encode())
     if args.objective == "pretrain":

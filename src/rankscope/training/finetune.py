@@ -148,17 +148,21 @@ def finetune(args: FinetuneArgs, out: str | Path, *, progress: Progress | None =
         if one is None:
             classifier = model if seed == 0 else source.build(seed)
             tell = None if progress is None else _of_seed(progress, seed)
-            one = train_and_score(
-                classifier,
-                source.tokenizer,
-                task,
-                encoded["train"],
-                encoded["eval"],
-                plan,
-                n=source.n,
-                seed=seed,
-                progress=tell,
-            )
+            try:
+                one = train_and_score(
+                    classifier,
+                    source.tokenizer,
+                    task,
+                    encoded["train"],
+                    encoded["eval"],
+                    plan,
+                    n=source.n,
+                    seed=seed,
+                    progress=tell,
+                )
+            except RankscopeError:
+                release(out, "seed-*.json")
+                raise
             if args.save_models:
                 save_model(classifier, source.tokenizer, out / f"model-seed-{seed}")
             write_whole(path, _json(one))
@@ -241,6 +245,17 @@ def claim(out: Path, settings: Mapping[str, Any]) -> None:
     elif any(out.glob("seed-*.json")) or (out / RESULT).exists():
         raise RankscopeError(f"`out` {str(out)!r} holds another run's results: choose another --out")
     write_whole(path, _json(settings))
+
+
+def release(out: Path, finished: str) -> None:
+    """Give a folder back that a run took without finishing anything, so that mended settings can have it.
+
+    Args:
+        out: The folder.
+        finished: Pattern of what a finished part leaves there.
+    """
+    if not any(out.glob(finished)):
+        (out / SETTINGS).unlink(missing_ok=True)
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
