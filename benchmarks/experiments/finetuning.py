@@ -58,6 +58,16 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     return {"command": "finetuning", "cpu_hours": hours, "cells": cells, "environment": environment()}
 
 
+def without_places(text: str, given: argparse.Namespace) -> str:
+    """Name this machine's folders by what they hold: a result is read elsewhere."""
+    names = {given.glue: "GLUE", given.imdb: "IMDB"}
+    for name, folders in map(parse_model, given.model):
+        names |= {folder: f"{name}-{place}" for place, folder in enumerate(folders)}
+    for folder in sorted(filter(None, names), key=len, reverse=True):
+        text = text.replace(json.dumps(folder)[1:-1], names[folder])
+    return text
+
+
 def parse_model(text: str) -> tuple[str, list[str]]:
     """Read ``name=folder,folder``.
 
@@ -175,7 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not given.page_only:
         if not given.model:
             parser.error("give --model NAME=FOLDER at least once")
-        write_whole(given.result, (json.dumps(run(given), indent=1) + "\n").encode())
+        write_whole(given.result, (without_places(json.dumps(run(given), indent=1), given) + "\n").encode())
     write_whole(given.page, page(json.loads(given.result.read_text())).encode())
     print(f"written: {given.result}, {given.page}")
 

@@ -61,6 +61,9 @@ def test_finetuning_pairs_checkpoints_and_writes_table_2(tmp_path):
     main(arguments)
     text = (tmp_path / "page.md").read_text()
     assert "| 12 | exact (ours) | " in text
+    # No place of this machine is in what may be committed.
+    assert str(tmp_path) not in text + (tmp_path / "r.json").read_text()
+    assert "'GLUE/SST-2/dev.tsv'" in (tmp_path / "r.json").read_text()
     assert "| 512 | Linformer, k = 128 | 92.4 |" in text
     # All four checkpoints are the same weights.
     assert "| linformer | +0.0 (+0.0 to +0.0) |" in text
