@@ -341,6 +341,44 @@ def attend(
     return output
 
 
+def compressed_map(
+    hidden: Tensor,
+    weights: Weights,
+    pair: ProjectionPair,
+    *,
+    num_heads: int,
+    layout: TokenLayout | None = None,
+    scaling: float | None = None,
+) -> Tensor:
+    r"""Write down the map that :func:`attend` applies, which it never does itself.
+
+    .. math:: \bar P = \mathrm{softmax}(\text{scaling} \cdot Q (E K)^\top)
+
+    Args:
+        hidden: X, ``(b, n, d)``.
+        weights: The four linear maps.
+        pair: The projections.
+        num_heads: Number of heads.
+        layout: The :func:`token_layout` of X; default: every token is valid.
+        scaling: Factor of the logits; default ``head_dim ** -0.5``.
+
+    Returns:
+        ``(b, h, n, k)``, softmax in float32 or better; zero in places that hold nothing.
+
+    References:
+        Wang et al. 2020, arXiv 2006.04768, equation 7.
+    """
+    layout = TokenLayout(hidden.shape[1]) if layout is None else layout
+    keys, _ = _keys_values("textbook", hidden, weights, pair, layout, num_heads)
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    query = split_heads(weights.query(hidden), num_heads).to(wide)
+    logits = (keys.shape[-1] ** -0.5 if scaling is None else scaling) * (query @ keys.to(wide).mT)
+    absent = pair.E.absent(layout, hidden.device)
+    if absent is not None:
+        logits = logits.masked_fill(absent, torch.finfo(wide).min)
+    return logits.softmax(dim=-1)
+
+
 def _in_blocks(function: Callable[[Tensor], Tensor], hidden: Tensor, size: int) -> Tensor:
     """Apply a map of single tokens to ``size`` tokens at a time, holding one block beside the result."""
     block = function(hidden[:, :size])

@@ -30,27 +30,48 @@ def is_compressed(model: nn.Module) -> bool:
     return getattr(config, "projected_length", None) is not None and not getattr(config, "is_decoder", False)
 
 
-def compressed_maps(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """Return each layer's P̄ ``(b, h, n, k)``, as the model's own forward gives it.
+def run_compressed(model: nn.Module, inputs: dict[str, Tensor], sink: Callable[[str, Tensor], None]) -> None:
+    """Run one forward and hand each layer's P̄ to ``sink`` as the layer runs.
+
+    A layer that has such a map says it by a method ``compressed_map``, of its forward's own arguments.
 
     Args:
-        model: A Linformer.
+        model: A Linformer; it is in eval mode meanwhile.
         inputs: Keyword arguments of its forward.
+        sink: Called with the module's path and P̄ ``(b, h, n, k)``.
 
     Raises:
-        RankscopeError: It returns none, or something that is no map.
+        RankscopeError: No layer has such a map, or one's rows are not stochastic.
     """
-    was_training = model.training
+    met = 0
+
+    def observe(path: str) -> Callable[..., None]:
+        def hook(module: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            nonlocal met
+            met += 1
+            sink(path, check_weights(module.compressed_map(*args, **keywords), path))
+
+        return hook
+
+    handles = [
+        module.register_forward_pre_hook(observe(path), with_kwargs=True)
+        for path, module in model.named_modules()
+        if hasattr(module, "compressed_map")
+    ]
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with torch.no_grad():
-            outputs: Any = model(**inputs, output_attentions=True)
+            model(**inputs)
     finally:
-        model.train(was_training)
-    maps = getattr(outputs, "attentions", None)
-    if not maps:
-        raise RankscopeError(f"{type(model).__name__} returns no attentions, so its n × k maps can't be measured")
-    return tuple(check_weights(P, f"layer {number}") for number, P in enumerate(maps))
+        for handle in handles:
+            handle.remove()
+        for module in training:
+            module.training = True
+    if not met:
+        raise RankscopeError(
+            f"{type(model).__name__} has a projected length, but no layer that tells its n × k map: can't be measured"
+        )
 
 
 class CompressedRunner(Runner):
@@ -68,26 +89,31 @@ class CompressedRunner(Runner):
         if wrong:
             raise RankscopeError("null 'gaussian_moments' needs each head's query and key: leave it out of --nulls")
         inputs, _ = self.inputs([window])
-        maps = compressed_maps(self.pretrained.model, inputs)
-        self.layers, chosen = [], self.chosen_layers
-        for number, P in enumerate(maps):
-            self.layers.append(LayerInfo(number, f"layer.{number}", 0, "self", "encoder", COMPRESSED, P.shape[1]))
-        heads = max(layer.heads for layer in self.layers)
-        for name, numbers, count in (("layers", chosen, len(maps)), ("heads", self.chosen_heads, heads)):
+        found: list[LayerInfo] = []
+        lengths: list[int] = []
+
+        def note(path: str, P: Tensor) -> None:
+            found.append(LayerInfo(len(found), path, 0, "self", "encoder", COMPRESSED, P.shape[1]))
+            lengths.append(P.shape[-1])
+
+        run_compressed(self.pretrained.model, inputs, note)
+        heads = max(layer.heads for layer in found)
+        self.draw(len(found), heads)
+        chosen = self.chosen_layers
+        for name, numbers, count in (("layers", chosen, len(found)), ("heads", self.chosen_heads, heads)):
             outside = [number for number in numbers or [] if not 0 <= number < count]
             if outside:
                 raise RankscopeError(f"`{name}` has {outside}, but {self.pretrained.name!r} has 0 … {count - 1}")
-        wanted = range(len(maps)) if chosen is None else sorted(set(chosen))
+        wanted = range(len(found)) if chosen is None else sorted(set(chosen))
         self.position = {number: place for place, number in enumerate(wanted)}
-        self.layers = [self.layers[number] for number in wanted]
-        lengths = [P.shape[-1] for P in maps]
+        self.layers = [found[number] for number in wanted]
         return {
             "reached": [COMPRESSED],
             "modules": [layer.module for layer in self.layers],
-            "model_layers": len(maps),
+            "model_layers": len(found),
             "forward": "the model's own",
             "map": "the n × k map softmax(Q (E K)^T / sqrt(d)) of a Linformer",
-            "projected_lengths": lengths,
+            "projected_lengths": [lengths[number] for number in wanted],
             "rank_relative_to": "k, the projected length of each layer",
             "self_check": {"passed": True, "checked": "rows of the n × k maps are finite, non-negative and sum to 1"},
         }
@@ -104,18 +130,22 @@ class CompressedRunner(Runner):
         for at in range(0, len(windows), self.batch_size):
             batch = windows[at : at + self.batch_size]
             inputs, valid = self.inputs(batch)
-            for layer, P in enumerate(compressed_maps(model, inputs)):
-                if layer not in self.position:
-                    continue
-                plan = self.plan
-                for row, window in enumerate(batch):
+            layer = -1
+
+            def sink(_: str, P: Tensor, batch: list[Window] = batch, valid: list[Tensor | None] = valid) -> None:
+                nonlocal layer
+                layer += 1
+                for row, window in enumerate(batch if layer in self.position else []):
                     tokens = valid[row]
-                    for head in range(P.shape[1]) if self.chosen_heads is None else self.chosen_heads:
-                        weights = P[row, head] if tokens is None else P[row, head][tokens]
-                        place = Place(window.index, layer, head)
+                    for number in range(P.shape[1]) if self.chosen_heads is None else self.chosen_heads:
+                        weights = P[row, number] if tokens is None else P[row, number][tokens]
+                        place = Place(window.index, layer, number)
                         known = None if deviations is None else deviations.get(place)
-                        job = Head(None, None, 1.0, None, None, None, weights.clone(), self.head_width())
-                        started.append((place, self.pool.submit(head_spectra, job, place, names(window), plan, known)))
+                        head = Head(None, None, 1.0, None, None, None, weights.clone(), self.head_width())
+                        job = self.pool.submit(head_spectra, head, place, names(window), self.plan, known)
+                        started.append((place, job))
+
+            run_compressed(model, inputs, sink)
         return started
 
 

@@ -110,8 +110,7 @@ class MlmTrainer(Trainer):
     """
 
     def __init__(self, *, head: nn.Module, windows: MaskedWindows, eval_windows: MaskedWindows, **options: Any) -> None:
-        data = {"train_dataset": windows, "eval_dataset": eval_windows}
-        super().__init__(compute_loss_func=self.mean_loss, **data, **options)
+        super().__init__(compute_loss_func=self.mean_loss, train_dataset=windows, eval_dataset=eval_windows, **options)
         self.head, self.windows, self.eval_windows = head, windows, eval_windows
         self.model_accepts_loss_kwargs = False  # the loss is ours, not the model's
         self.remove_callback(PrinterCallback)
