@@ -1,7 +1,6 @@
 """Training one classifier and scoring it: the core that finetuning and comparing share."""
 
 import ctypes
-import gc
 import json
 import math
 import resource
@@ -410,7 +409,6 @@ def reset_peak() -> int:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    gc.collect()
     try:
         # What was freed goes back to the system first, so that what follows is seen whole.
         ctypes.CDLL(None).malloc_trim(0)
