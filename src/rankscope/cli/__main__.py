@@ -26,6 +26,9 @@ COMMANDS = {
     "convert": Command("rankscope.cli.convert", "Fit Linformer projections to an encoder, and say what they cost."),
     "finetune": Command("rankscope.cli.finetune", "Finetune on GLUE, IMDB or ListOps: mean and error over seeds."),
     "compare": Command("rankscope.cli.compare", "Transformer against Linformer at equal tokens and at equal time."),
+    "pretrain": Command(
+        "rankscope.cli.pretrain", "Pretrain a Linformer, or the exact Transformer of the same configuration."
+    ),
     "theory": Command("rankscope.cli.theory", "Run the theorems: Johnson-Lindenstrauss, clusters, rank collapse."),
     "bench": Command("rankscope.cli.bench", "Time attention mechanisms on this machine, and say where each pays."),
     "recommend": Command("rankscope.cli.recommend", "Keep exact attention, or Linformer with which k, and why."),

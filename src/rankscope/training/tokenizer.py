@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rankscope._errors import RankscopeError
+from rankscope._hub import hub_problem
 
 # RoBERTa's, at RoBERTa's ids 0 … 3; its <mask> is the vocabulary's last there, and 4 here.
 SPECIAL_TOKENS = {
@@ -93,8 +94,10 @@ def load_tokenizer(path: str | Path) -> Any:
     """
     from transformers import AutoTokenizer
 
+    # Without a network only the cache is asked: the hub library would try again for most of a minute.
+    cached_only = not Path(path).is_dir() and hub_problem() is not None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=cached_only)
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RankscopeError(
