@@ -8,18 +8,29 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from rankscope._errors import RankscopeError
+
 if TYPE_CHECKING:
     from rankscope.models.conversion import Conversion
+    from rankscope.pretrained import Pretrained
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+# Relative difference beyond which the written model is not the calibrated one in float32.
+SAME = 1e-4
+
+
 @app.command()
 def convert(
-    model: Annotated[str, typer.Argument(help="Hub id, folder, or minilm: an encoder.")],
-    out: Annotated[Path, typer.Option(help="Folder for projections.safetensors and report.json.")],
+    model: Annotated[str, typer.Argument(help="Hub id, folder, or minilm: BERT, RoBERTa, ELECTRA or their kin.")],
+    out: Annotated[Path, typer.Option(help="Folder of the checkpoint; new or empty.")],
     k: Annotated[int, typer.Option(help="Projected length.")] = 128,
     n: Annotated[int, typer.Option(help="Longest sequence, and tokens a calibration window.")] = 512,
+    positions: Annotated[
+        int | None,
+        typer.Option(help="Longest sequence, if more than n: positions are tiled, E and F stretched."),
+    ] = None,
     sharing: Annotated[str, typer.Option(help="none, headwise, key_value or layerwise.")] = "headwise",
     kind: Annotated[str, typer.Option(help="learned, mean, max, convolution, gaussian or dynamic.")] = "learned",
     calibrate: Annotated[str, typer.Option(help="Text to calibrate on: pydoc, wiki103, imdb, a file or folder.")] = (
@@ -31,7 +42,7 @@ def convert(
     steps: Annotated[int, typer.Option(help="Gradient steps a layer of distill.")] = 200,
     seed: Annotated[int, typer.Option(help="Of windows, starting values and steps.")] = 0,
 ) -> None:
-    """Fit Linformer projections to an encoder's own attention, and say what replacing it costs."""
+    """Turn an encoder into a Linformer checkpoint, E and F fitted to its own attention, and say what that costs."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
@@ -39,13 +50,13 @@ def convert(
         import torch
 
         from rankscope.corpora import open_corpus
+        from rankscope.models.checkpoint import check_free, relative_difference, to_linformer, whole_folder
+        from rankscope.models.checkpoint import save_checkpoint as save
         from rankscope.models.conversion import calibration_windows, linformerize_calibrated
         from rankscope.models.in_place import save_projections
-        from rankscope.pretrained import load
-        from rankscope.pretrained.checkpoint import configuration, locate
 
-        names = getattr(configuration(locate(model)), "architectures", None) or []
-        loaded = load(model, head=any(name.endswith(("ForMaskedLM", "ForPreTraining")) for name in names))
+        check_free(out)
+        loaded = load_encoder(model, n, positions)
         ids = calibration_windows(open_corpus(calibrate, column=column), loaded.tokenizer, n, windows, seed=seed)
     columns = (TextColumn("fits"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
@@ -62,14 +73,66 @@ def convert(
             generator=torch.Generator().manual_seed(seed),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    out.mkdir(parents=True, exist_ok=True)
-    file = save_projections(loaded.model, out / "projections.safetensors")
-    write_report(found, out / "report.json", loaded.name, calibrate)
+    made = to_linformer(loaded.model, found.bank, positions=positions)
+    difference = relative_difference(made, loaded.model, ids[-1:])
+    if (positions or n) % n == 0 and not difference < SAME:
+        raise RankscopeError(
+            f"`model` {model!r}: the Linformer model made of it differs from it by {difference:.1e}, so nothing was "
+            "written: please report this"
+        )
+    with whole_folder(out) as part:
+        save(made, part, loaded.tokenizer)
+        save_projections(loaded.model, part / "projections.safetensors")
+        write_report(found, part / "report.json", loaded.name, calibrate, positions or n, difference)
     print_report(found, loaded.name, calibrate)
-    print(f"projections: {file}   (rankscope.load_projections(model, {str(file)!r}) puts them in place)")
+    name = type(made).__name__
+    print(f"checkpoint: {out}   (rankscope.{name}.from_pretrained({str(out)!r}), at most {positions or n} tokens)")
+    file = out / "projections.safetensors"
+    print(f"projections: {file}   (rankscope.load_projections(model, {str(file)!r}) puts them into the model itself)")
 
 
-def write_report(found: "Conversion", path: Path, model: str, corpus: str) -> None:
+def load_encoder(model: str, n: int, positions: int | None) -> "Pretrained":
+    """Load an encoder that can become a Linformer checkpoint, able to take n tokens.
+
+    Args:
+        model: What the user called it.
+        n: Tokens a window.
+        positions: What the user asks for; the model's own positions are tiled only where this allows it.
+
+    Raises:
+        RankscopeError: It can't be converted, or takes fewer tokens.
+    """
+    from rankscope.attention._modules import unwrapped
+    from rankscope.models.checkpoint import family_of, longest
+    from rankscope.models.positions import extend_positions
+    from rankscope.pretrained import load
+    from rankscope.pretrained.checkpoint import configuration, locate
+
+    checkpoint, head = locate(model), False
+    if checkpoint.source != "peft":
+        config = configuration(checkpoint)
+        family_of(config, model)
+        # ELECTRA's own pretraining is no masked-language model.
+        endings = ("ForMaskedLM",) if config.model_type == "electra" else ("ForMaskedLM", "ForPreTraining")
+        head = any(name.endswith(endings) for name in config.architectures or [])
+    loaded = load(model, head=head)
+    family_of(loaded.model.config, model)
+    if positions is not None and positions < n:
+        raise RankscopeError(f"`positions` must be at least `n`={n}, got {positions}")
+    if n > longest(loaded.model):
+        if positions is None:
+            raise RankscopeError(
+                f"`n` is {n}, but {model!r} takes at most {longest(loaded.model)} tokens: pass a smaller --n, or "
+                f"--positions {n} to tile its position embeddings"
+            )
+        extend_positions(loaded.model, positions)
+    if any("pooler." in name for name in loaded.untrained):
+        # A pooler the checkpoint lacks holds random numbers; the written one shall lack it too.
+        unwrapped(loaded.model).base_model.pooler = None  # type: ignore[union-attr]
+    return loaded
+
+
+def write_report(found: "Conversion", path: Path, model: str, corpus: str, positions: int, difference: float) -> None:
     """Write errors and effects, with the settings and the environment they were made in, as JSON."""
     from rankscope._environment import environment
 
@@ -77,6 +140,8 @@ def write_report(found: "Conversion", path: Path, model: str, corpus: str) -> No
         "model": model,
         "corpus": corpus,
         "settings": asdict(found.bank.settings),
+        "positions": positions,
+        "difference_from_in_place": difference,
         "layers": [asdict(row) for row in found.layers],
         "mean_pooling": asdict(found.start),
         "fitted": asdict(found.effect),

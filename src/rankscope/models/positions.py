@@ -67,7 +67,7 @@ def extend_positions(model: nn.Module, n: int) -> None:
     if table.num_embeddings - skip >= n:
         return
     weight = tiled(table.weight.detach(), n, skip=skip)
-    longer = nn.Embedding(*weight.shape, padding_idx=table.padding_idx, _weight=weight)
+    longer = nn.Embedding(weight.shape[0], weight.shape[1], padding_idx=table.padding_idx, _weight=weight)
     longer.weight.requires_grad_(table.weight.requires_grad)
     embeddings.position_embeddings = longer
     rows = weight.shape[0]
