@@ -23,7 +23,7 @@ COMMANDS = {
     "truncate": Command(
         "rankscope.cli.truncate", "Truncate every head to rank k: the price in the model's own output."
     ),
-    "convert": Command("rankscope.cli.convert", "Fit Linformer projections to an encoder, and say what they cost."),
+    "convert": Command("rankscope.cli.convert", "Turn an encoder into a Linformer checkpoint, and say what it costs."),
     "finetune": Command("rankscope.cli.finetune", "Finetune on GLUE, IMDB or ListOps: mean and error over seeds."),
     "compare": Command("rankscope.cli.compare", "Transformer against Linformer at equal tokens and at equal time."),
     "pretrain": Command(
