@@ -73,7 +73,7 @@ def test_collapse_and_projections_and_jl_run_on_the_built_in_model(tmp_path):
         (["jl", "--k", "a,b"], "`k` must be numbers with commas"),
         (["clusters", "--flow", "bolean"], "`flow` must be one of boolean"),
         (["clusters", "--d", "2"], "`d` must be 1 for the flow 'boolean'"),
-        (["clusters", "--n", "1"], "`n` and `frames` must be 2 or more"),
+        (["clusters", "--n", "1"], "`n` must be from 2 to 4,096 tokens, got 1"),
     ],
 )
 def test_mistakes_are_refused(tmp_path, arguments, words):
@@ -83,9 +83,10 @@ def test_mistakes_are_refused(tmp_path, arguments, words):
 
 def test_names_from_outside_are_escaped(tmp_path):
     from rankscope.report.theory_page import page_of
-    from rankscope.theory.studies import clusters_study
+    from rankscope.theory.cluster_study import clusters_study, named_setting
+    from rankscope.theory.studies import seeded
 
-    ds = clusters_study(flow="boolean", n=4, d=1, end=1.0, frames=2, seed=0)
+    ds = clusters_study(named_setting("boolean", n=4, d=1, generator=seeded(0)), end=1.0, frames=2, seed=0)
     ds.attrs["model"] = "<script>alert(1)</script>"
     assert "<script" not in page_of(ds, {})
 

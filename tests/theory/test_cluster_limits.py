@@ -135,7 +135,11 @@ def test_each_theorem_names_the_hypothesis_that_fails():
     assert "not the identity" in found["polytope"]
     assert "not real" in found["hyperplanes"]
     assert "not real" in found["polytope_times_space"]
-    assert "other form" in found["collapse"]
+    assert "not −I" in found["collapse"]
+    plain = integrate(Dynamics.single(I2, I2, I2), x0, times=[0, 1], rescaled=False)
+    assert "other form" in judge(plain, "polytope").unmet
+    far = integrate(Dynamics.single(I1, I1, I1), [[-1.0], [0.5], [1.0]], times=[0, 40], rtol=1e-6)
+    assert "40, beyond the 16" in judge(far, "boolean").unmet
     skew = judge(integrate(Dynamics.single(rotation, I2, I2), x0, times=[0, 1]), "polytope")
     assert "not symmetric" in skew.unmet
     indefinite = judge(integrate(Dynamics.single(-I2, I2, I2), x0, times=[0, 1]), "polytope")

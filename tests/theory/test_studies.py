@@ -6,24 +6,9 @@ from rankscope.theory import studies
 from rankscope.theory.clusters import Dynamics, integrate
 from rankscope.theory.jl_counts import count_theorem_1
 
-CLUSTERS = {"flow": "collapse", "n": 5, "d": 2, "end": 1.0, "frames": 2, "seed": 0}
 JL = {"n": 16, "k": [4], "eps": [0.5], "draws": 2, "vectors": 1, "seed": 0}
 COLLAPSE = {"n": 16, "windows": 1, "seed": 0}
 PROJECTIONS = {"n": 16, "k": [4], "train_windows": 1, "test_windows": 2, "seed": 0}
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"d": 0}, "`d` must be 1 or more"),
-        ({"end": float("nan")}, "`end` must be a time above 0, got nan"),
-        ({"end": float("inf")}, "`end` must be a time above 0, got inf"),
-        ({"end": 0.0}, "`end` must be a time above 0"),
-    ],
-)
-def test_a_flow_that_could_not_end_or_be_drawn_is_refused(change, words):
-    with pytest.raises(RankscopeError, match=words):
-        studies.clusters_study(**{**CLUSTERS, **change})
 
 
 @pytest.mark.parametrize("last", [float("nan"), float("inf")])

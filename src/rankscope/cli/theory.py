@@ -49,19 +49,31 @@ def jl(
 def clusters(
     out: Out,
     flow: Annotated[
-        str, typer.Option(help="boolean, polytope, hyperplanes, polytope_times_space or collapse.")
-    ] = "boolean",
-    n: Annotated[int, typer.Option(help="Tokens.")] = 40,
-    d: Annotated[int | None, typer.Option(help="Their width; default 1 for boolean, else 2.")] = None,
+        str | None,
+        typer.Option(help="boolean (default), polytope, hyperplanes, polytope_times_space or collapse."),
+    ] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="In place of a flow: a .safetensors file with Q, K, V and perhaps tokens.")
+    ] = None,
+    n: Annotated[int | None, typer.Option(help="Tokens; default 40, or those of the file.")] = None,
+    d: Annotated[int | None, typer.Option(help="A flow's width; default 1 for boolean, else 2.")] = None,
     end: Annotated[float, typer.Option(help="The last time.")] = 14.0,
-    frames: Annotated[int, typer.Option(help="Times kept, from 0 to the last.")] = 29,
+    frames: Annotated[int, typer.Option(help="Times at which P is looked at, from 0 to the last.")] = 29,
     seed: Seed = 0,
 ) -> None:
     """Follow tokens under attention alone and judge the limit by each theorem."""
-    from rankscope.theory.studies import clusters_study
+    if weights is not None and (flow is not None or d is not None):
+        raise RankscopeError("`weights` brings its own matrices and width: leave `flow` and `d` out")
+    from rankscope.theory.cluster_study import clusters_study, named_setting, setting_from_file
+    from rankscope.theory.studies import seeded
 
-    width = (1 if flow == "boolean" else 2) if d is None else d
-    dataset = clusters_study(flow=flow, n=n, d=width, end=end, frames=frames, seed=seed)
+    if weights is not None:
+        setting = setting_from_file(weights, n=n, generator=seeded(seed))
+    else:
+        name = flow or "boolean"
+        width = (1 if name == "boolean" else 2) if d is None else d
+        setting = named_setting(name, n=40 if n is None else n, d=width, generator=seeded(seed))
+    dataset = clusters_study(setting, end=end, frames=frames, seed=seed)
     _finish(dataset, out)
     import json
 

@@ -4,31 +4,16 @@ from collections.abc import Callable
 from io import BytesIO
 from typing import Any
 
-import numpy as np
 import xarray as xr
+from numpy.typing import NDArray
 
 from rankscope._errors import MissingExtraError
 from rankscope._registry import Registry
+from rankscope.report.theory_canvas import INKS, canvas
+from rankscope.report.theory_ways import draw_ways
+from rankscope.theory.cluster_study import map_at
 
-INKS = ("#0b5c8a", "#c2571a", "#1c7a4d", "#7a3b8f", "#8a6d0b", "#a61b32", "#4a5563", "#000000", "#2a9d9d")
 Pictures = dict[str, Any]
-
-
-def canvas(rows: int, columns: int, *, width: float = 4.4, height: float = 3.6, **options: Any) -> tuple[Any, Any]:
-    """Return a matplotlib figure and its axes in a grid, without a window system or global state.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError("matplotlib", "report", "drawing pictures") from None
-    figure = Figure(figsize=(width * columns, height * rows), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, squeeze=False, **options)
-    return figure, axes
 
 
 def pictures(ds: xr.Dataset) -> Pictures:
@@ -69,7 +54,7 @@ def animation(ds: xr.Dataset) -> bytes:
     frames = []
     for i in range(ds.sizes["time"]):
         figure, axes = canvas(1, 1)
-        _heat(axes[0, 0], ds, i)
+        _heat(axes[0, 0], ds, map_at(ds, i), ds.time.values[i])
         frames.append(png(figure))
     return gif(frames)
 
@@ -125,28 +110,13 @@ def jl_pictures(ds: xr.Dataset) -> Pictures:
 def clusters_pictures(ds: xr.Dataset) -> Pictures:
     """P(t) as heat maps, the tokens' ways with where they end, rank against time."""
     flow = ds.attrs["flow"]
-    shown = np.unique(np.linspace(0, ds.sizes["time"] - 1, 4).astype(int))
-    heat, axes = canvas(1, len(shown), width=3.2, height=3.4)
-    for ax, i in zip(axes.flat, shown, strict=True):
-        image = _heat(ax, ds, int(i))
+    heat, axes = canvas(1, ds.sizes["shown"], width=3.2, height=3.4)
+    for ax, P, t in zip(axes.flat, ds.P.values, ds.shown.values, strict=True):
+        image = _heat(ax, ds, P, t)
     heat.colorbar(image, ax=list(axes.flat), shrink=0.8, label="attention")
     heat.suptitle(f"P(t), flow “{flow}”, n = {ds.attrs['n']}, d = {ds.attrs['d']}", fontsize=12)
 
-    d = ds.sizes["axis"]
-    options = {"subplot_kw": {"projection": "3d"}} if d >= 3 else {}
-    ways, axes = canvas(1, 1, width=5.4, height=4.6, **options)
-    ax, z = axes[0, 0], ds.tokens.values
-    for token in range(ds.sizes["token"]):
-        line = (ds.time.values, z[:, token, 0]) if d == 1 else tuple(z[:, token, axis] for axis in range(min(d, 3)))
-        ax.plot(*line, color=INKS[0], linewidth=0.7, alpha=0.6)
-    if d > 1:
-        ax.plot(*(z[0, :, axis] for axis in range(min(d, 3))), ".", color="#8a93a0", markersize=4, label="start")
-        ax.plot(*(z[-1, :, axis] for axis in range(min(d, 3))), "o", color=INKS[1], markersize=5, label="end")
-        ax.legend(fontsize=8, frameon=False)
-    else:
-        ax.set_xlabel("time t")
-        ax.set_ylabel("z")
-    ways.suptitle(f"Tokens {ds.attrs['form']}, flow “{flow}”", fontsize=12)
+    ways = draw_ways(ds)
 
     rank, axes = canvas(1, 1, width=5.4, height=3.8)
     ax = axes[0, 0]
@@ -219,11 +189,11 @@ def projections_pictures(ds: xr.Dataset) -> Pictures:
     return {"theory_projections": figure, "theory_projections_overlap": second}
 
 
-def _heat(ax: Any, ds: xr.Dataset, i: int) -> Any:
+def _heat(ax: Any, ds: xr.Dataset, P: NDArray[Any], t: float) -> Any:
     # Tokens in the order of their first coordinate, so that clusters are blocks.
     order = ds.tokens.values[0, :, 0].argsort()
-    image = ax.imshow(ds.P.values[i][order][:, order], vmin=0, vmax=1, cmap="magma", interpolation="nearest")
-    ax.set_title(f"t = {float(ds.time[i]):.3g}", fontsize=10)
+    image = ax.imshow(P[order][:, order], vmin=0, vmax=1, cmap="magma", interpolation="nearest")
+    ax.set_title(f"t = {t:.3g}", fontsize=10)
     ax.set_xlabel("token attended to")
     ax.set_ylabel("token")
     return image

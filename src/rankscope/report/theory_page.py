@@ -39,7 +39,9 @@ def write_theory(ds: xr.Dataset, out: Path) -> Path:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RankscopeError(f"`out` {str(out)!r} is no folder that can be made ({error}): give another") from None
-    write_whole(out / "theory.nc", bytes(ds.to_netcdf(engine="h5netcdf")))
+    # Late maps are zeros and ones: compressed, they are next to nothing.
+    packed = {name: {"zlib": True} for name in ("P", "way") if name in ds}
+    write_whole(out / "theory.nc", bytes(ds.to_netcdf(engine="h5netcdf", encoding=packed)))
     for name, content in drawn.items():
         write_whole(out / name, content)
     return write_whole(out / "theory.html", page_of(ds, drawn).encode())
@@ -51,7 +53,7 @@ def page_of(ds: xr.Dataset, drawn: dict[str, bytes]) -> str:
     facts = "".join(
         f"<div><dt>{escape(key.replace('_', ' '))}</dt><dd>{escape(str(value))}</dd></div>"
         for key, value in ds.attrs.items()
-        if key not in ("study", "environment", "verdicts", "leaders", "V")
+        if key not in ("study", "environment", "verdicts", "leaders")
     )
     settings = f'<dl class="facts">{facts}</dl>'
     shown = [
@@ -123,7 +125,13 @@ def projections_table(ds: xr.Dataset) -> Rows:
     for name in ds.projection.values:
         for layer in ds.layer.values:
             errors = ds.error.sel(projection=name, layer=layer).mean("head").values
-            rows.append((str(name).replace("_", " "), str(layer), *(f"{error:.3f}" for error in errors)))
+            rows.append(
+                (
+                    str(name).replace("_", " "),
+                    str(layer),
+                    *("–" if error != error else f"{error:.3f}" for error in errors),
+                )
+            )
     for layer in ds.layer.values:
         shares = ds.overlap.sel(layer=layer).mean("head").values
         rows.append(("overlap of two windows’ subspaces (cos²)", str(layer), *(f"{share:.3f}" for share in shares)))
@@ -150,7 +158,8 @@ TITLES = Registry(
         "projections": (
             "Projections at equal k",
             "What a head’s output PV loses under each projection of the sequence axis. Subspaces of P and the best of "
-            "PV are references that need P itself; what is fitted is judged on windows it has not seen.",
+            "PV are references that need P itself; what is fitted is judged on windows it has not seen. “–”: a "
+            "convolution whose stride is its width needs a k that divides n.",
         ),
     },
 )

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rankscope._registry import Registry
-from rankscope.theory.clusters import Array, Trajectory, leaders, log_defect, numerical_rank
+from rankscope.theory.clusters import RANGE, Array, Trajectory, growth, leaders, log_defect, numerical_rank
+from rankscope.theory.hulls import outside_boundary, points
 
 #: A row of P is one-hot, and two tokens are one point (relative to the largest token), within this.
 TOLERANCE = 1e-2
@@ -83,7 +84,7 @@ def judge(run: Trajectory, theorem: str, *, tolerance: float = TOLERANCE) -> Ver
         boolean: hypotheses not met: tokens 0 and 1 start at the same place
     """
     row = THEOREMS[theorem]
-    unmet = _late(run) or _not_one_head(run) or _wrong_form(run, row.rescaled) or row.unmet(run)
+    unmet = _late(run) or _not_one_head(run) or row.unmet(run) or _wrong_form(run, row.rescaled) or _beyond(run)
     if unmet:
         return Verdict(theorem, unmet, None)
     holds, seen = row.conclusion(run, tolerance)
@@ -114,57 +115,6 @@ def doubly_exponential_rate(run: Trajectory, first: int, last: int) -> float:
     return float(np.median(slopes)) if near.any() else float("nan")
 
 
-def points(tokens: Array, tolerance: float) -> Array:
-    """Return the distinct places of tokens: groups linked by steps below ``tolerance``, as their means.
-
-    Example:
-        >>> points(np.array([[0.0], [1.0], [1.0 + 1e-9]]), 1e-3).tolist()
-        [[0.0], [1.0000000005]]
-    """
-    from scipy.cluster.hierarchy import fcluster, linkage
-
-    if len(tokens) == 1:
-        return tokens
-    groups = fcluster(linkage(tokens, "single"), tolerance, "distance")
-    places = np.stack([tokens[groups == group].mean(axis=0) for group in np.unique(groups)])
-    return places[np.lexsort(places.T[::-1])]
-
-
-def outside_boundary(places: Array, tolerance: float) -> tuple[int, int]:
-    """Count the places that are neither 0 nor on the boundary of their convex hull, and the hull's vertices.
-
-    Args:
-        places: Distinct points, ``(p, d)``.
-        tolerance: A distance.
-
-    Returns:
-        How many are neither, and the number of vertices.
-
-    Example:
-        >>> square = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0], [0.0, 0.0], [0.5, 0.0]])
-        >>> outside_boundary(square, 1e-3)
-        (1, 4)
-    """
-    from scipy.spatial import ConvexHull
-
-    centre = places.mean(axis=0)
-    _, sigma, axes = np.linalg.svd(places - centre, full_matrices=False)
-    flat = (places - centre) @ axes[sigma > tolerance].T
-    dimension = flat.shape[1]
-    if dimension == 0:
-        return 0, 1
-    if dimension == 1:
-        line = flat[:, 0]
-        depth, vertices = np.minimum(line - line.min(), line.max() - line), 2
-    else:
-        hull = ConvexHull(flat)
-        depth = -(flat @ hull.equations[:, :-1].T + hull.equations[:, -1]).max(axis=1)
-        vertices = len(hull.vertices)
-    neither = (depth > tolerance) & (np.linalg.norm(places, axis=1) > tolerance)
-    # A hull of fewer dimensions than the space is all boundary.
-    return (int(neither.sum()) if dimension == places.shape[1] else 0), vertices
-
-
 def _matrices(run: Trajectory) -> tuple[Array, Array, Array]:
     head = run.dynamics.heads[0]
     return np.asarray(head.query), np.asarray(head.key), np.asarray(head.value)
@@ -186,6 +136,13 @@ def _wrong_form(run: Trajectory, rescaled: bool) -> str:
     return f"it is about {'rescaled tokens z' if rescaled else 'tokens x'}, the run holds the other form"
 
 
+def _beyond(run: Trajectory) -> str:
+    reach = growth(_matrices(run)[2]) * run.times[-1]
+    if not run.rescaled or reach <= RANGE:
+        return ""
+    return f"growth times the last time is {reach:.4g}, beyond the {RANGE:g} to which float64 tells tokens apart"
+
+
 def _tied(run: Trajectory) -> str:
     start = run.tokens[0]
     order = np.lexsort(start.T[::-1])
@@ -205,7 +162,7 @@ def _not_definite(run: Trajectory) -> str:
     return "" if least > 0 else f"QᵀK has the eigenvalue {least:.3g}, not above 0"
 
 
-def _leading(value: Array) -> tuple[str, float, Array, Array]:
+def leading(value: Array) -> tuple[str, float, Array, Array]:
     """Return what is wrong with V's leading eigenvalue, it, and its right and left eigenvectors."""
     values, right = np.linalg.eig(value)
     first = int(np.abs(values).argmax())
@@ -262,7 +219,7 @@ def _polytope_of(tokens: Array, tolerance: float) -> tuple[bool, Mapping[str, fl
 
 def _good_triple_unmet(run: Trajectory) -> str:
     query, key, value = _matrices(run)
-    wrong, _, vector, _ = _leading(value)
+    wrong, _, vector, _ = leading(value)
     if wrong:
         return wrong
     product = float((query @ vector) @ (key @ vector))
@@ -270,20 +227,20 @@ def _good_triple_unmet(run: Trajectory) -> str:
 
 
 def _hyperplanes(run: Trajectory, tolerance: float) -> tuple[bool, Mapping[str, float]]:
-    _, _, _, dual = _leading(_matrices(run)[2])
+    _, _, _, dual = leading(_matrices(run)[2])
     levels = run.tokens[-1] @ dual
     found = points(levels[:, None], tolerance * np.abs(levels).max())
     return len(found) <= 3, {"hyperplanes": len(found)}
 
 
-def _paranormal(value: Array) -> tuple[str, Array]:
+def leading_space(value: Array) -> tuple[str, Array]:
     """Return what keeps V from being paranormal, and F's coordinates as rows: λ on F, smaller moduli on G."""
     values, right = np.linalg.eig(value)
-    leading = values[int(np.abs(values).argmax())]
-    if abs(leading.imag) > 1e-9 * abs(leading) or leading.real <= 0:
-        return f"V's eigenvalue of largest modulus, {leading:.3g}, is not real and above 0", right.T.real
-    inside = np.abs(values - leading) < 1e-9 * abs(leading)
-    if (np.abs(values[~inside]) > (1 - 1e-9) * abs(leading)).any():
+    largest = values[int(np.abs(values).argmax())]
+    if abs(largest.imag) > 1e-9 * abs(largest) or largest.real <= 0:
+        return f"V's eigenvalue of largest modulus, {largest:.3g}, is not real and above 0", right.T.real
+    inside = np.abs(values - largest) < 1e-9 * abs(largest)
+    if (np.abs(values[~inside]) > (1 - 1e-9) * abs(largest)).any():
         return "V has another eigenvalue of the largest modulus", right.T.real
     if np.linalg.matrix_rank(right) < len(value):
         return "V has no basis of eigenvectors", right.T.real
@@ -291,11 +248,11 @@ def _paranormal(value: Array) -> tuple[str, Array]:
 
 
 def _paranormal_unmet(run: Trajectory) -> str:
-    return _paranormal(_matrices(run)[2])[0] or _not_definite(run)
+    return leading_space(_matrices(run)[2])[0] or _not_definite(run)
 
 
 def _polytope_times_space(run: Trajectory, tolerance: float) -> tuple[bool, Mapping[str, float]]:
-    coordinates = _paranormal(_matrices(run)[2])[1]
+    coordinates = leading_space(_matrices(run)[2])[1]
     return _polytope_of(run.tokens[-1] @ coordinates.T, tolerance)
 
 

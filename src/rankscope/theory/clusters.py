@@ -13,8 +13,8 @@ Everything is float64, since the scores double every exponent.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import exp
+from dataclasses import dataclass, replace
+from math import exp, isfinite
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,11 @@ Array = NDArray[Any]
 Schedule = Array | Callable[[float], Array]
 
 RTOL, ATOL = 1e-10, 1e-12
+#: Rescaled tokens are trusted while growth times time stays below this: two tokens' distance e^{-16} = 1e-7 is then
+#: still 1e5 times the solver's absolute tolerance.
+RANGE = 16.0
+#: An integration that asks for more velocities than this is given up.
+MOST_EVALUATIONS = 50_000
 # The largest exponent whose exponential float64 holds with room for a product.
 _LARGEST = 690.0
 
@@ -78,6 +83,10 @@ class Trajectory:
     def logits(self, i: int, head: int = 0) -> Array:
         """Return scores at ``times[i]`` less each row's largest, so never above 0."""
         return self.dynamics.logits(float(self.times[i]), self.tokens[i], head, rescaled=self.rescaled)
+
+    def at(self, positions: Sequence[int] | NDArray[np.intp]) -> "Trajectory":
+        """Return the run at some of its times only."""
+        return replace(self, times=self.times[positions], tokens=self.tokens[positions])
 
     def sigma(self, head: int = 0) -> Array:
         """Return the singular values of P at each time, ``(T, n)``."""
@@ -146,8 +155,8 @@ def integrate(
     r"""Follow the tokens from time 0 by one of ``scipy.integrate.solve_ivp``'s adaptive solvers.
 
     Two tokens' rescaled distance may shrink like :math:`e^{-\lambda t}` while their scores grow like
-    :math:`e^{2\lambda t}`, so tolerances must stay well below the distance that still matters: the defaults do to
-    λt ≈ 16.
+    :math:`e^{2\lambda t}`, so tolerances must stay well below the distance that still matters: the defaults do while
+    :func:`growth` times t is below :data:`RANGE`. Times between the solver's steps come from its dense output.
 
     Args:
         dynamics: The heads.
@@ -162,7 +171,8 @@ def integrate(
         The tokens at ``times``.
 
     Raises:
-        RankscopeError: Shapes, times, a rescaling that does not exist, or tokens that leave float64's range.
+        RankscopeError: Shapes, times, a rescaling that does not exist, tokens that leave float64's range, or an end so
+            late that the solver would need more than :data:`MOST_EVALUATIONS`.
 
     References:
         Geshkovski, Letrouit, Polyanskiy and Rigollet 2023, arXiv 2305.05465, equations (2) and (4).
@@ -173,7 +183,19 @@ def integrate(
     kept_at = _times(times)
     _check_rescaling(dynamics, rescaled)
 
+    evaluations = 0
+
     def velocity(t: float, flat: Array) -> Array:
+        nonlocal evaluations
+        evaluations += 1
+        if not isfinite(t):
+            # The solver's first step is no number where the first velocity is none.
+            raise _left(0.0, kept_at[-1], rescaled, "the first velocity is no finite number")
+        if evaluations > MOST_EVALUATIONS:
+            raise RankscopeError(
+                f"`times` ends at {kept_at[-1]:g}, but {MOST_EVALUATIONS:,} velocities brought the tokens to t={t:.3g} "
+                "only: end earlier"
+            )
         return dynamics.velocity(t, flat.reshape(x0.shape), rescaled=rescaled).ravel()
 
     with np.errstate(over="ignore", invalid="ignore"):
@@ -222,6 +244,16 @@ def euler(
     if not np.isfinite(tokens).all():
         raise _left(float("nan"), kept_at[-1], rescaled, "Euler's step overflowed")
     return Trajectory(dynamics, kept_at, tokens, rescaled, f"Euler, step {step:g}", int(wanted[-1]) + 1)
+
+
+def growth(value: ArrayLike) -> float:
+    """Return the fastest rate at which e^{tV} grows or shrinks: the largest |Re| of V's eigenvalues.
+
+    Example:
+        >>> growth([[1.0, 0.0], [0.0, -3.0]])
+        3.0
+    """
+    return float(np.abs(np.linalg.eigvals(np.asarray(value)).real).max())
 
 
 def uniform_tokens(n: int, d: int, *, generator: torch.Generator, half_width: float = 1.0) -> Array:
@@ -320,7 +352,11 @@ def _check_rescaling(dynamics: Dynamics, rescaled: bool) -> None:
 
 
 def _left(reached: float, wanted: float, rescaled: bool, message: str) -> RankscopeError:
-    cure = "end earlier" if rescaled else "end earlier, or integrate the rescaled form (rescaled=True)"
+    cure = (
+        "end earlier, or scale tokens or matrices down"
+        if rescaled
+        else "end earlier, or integrate the rescaled form (rescaled=True)"
+    )
     return RankscopeError(
         f"`times` ends at {wanted:g}, but the tokens left float64's range after t={reached:g} ({message}): {cure}"
     )

@@ -1,4 +1,4 @@
-"""The four studies of theory as labelled datasets: what ``rankscope theory`` writes and every picture is made from."""
+"""Studies on a model as labelled datasets: what ``rankscope theory`` writes and every picture is made from."""
 
 import json
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from rankscope._environment import environment
 from rankscope._errors import RankscopeError
 from rankscope.corpora import open_corpus
 from rankscope.pretrained import Pretrained, load, max_positions
-from rankscope.theory import cluster_limits, clusters, jl_counts, projections, rank_collapse
+from rankscope.theory import jl_counts, projections, rank_collapse
 from rankscope.theory.johnson_lindenstrauss import exponent, jl_dimension
 from rankscope.windows import Window, packed_windows
 
-#: Settings of the flow by name, Q = K = I and a V each: examples of the theorems they are named after.
-FLOWS = ("boolean", "polytope", "hyperplanes", "polytope_times_space", "collapse")
+#: Seeds are below this, as torch's generators take them.
+SEEDS = 2**63
 
 
 def johnson_lindenstrauss_study(
@@ -43,7 +43,7 @@ def johnson_lindenstrauss_study(
         raise RankscopeError(f"`vectors` must be 1 or more, got {vectors}")
     for e in eps:
         exponent(e)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     loaded, (window,) = _windows(model, corpus, n, 1, seed)
     found = projections.collect(loaded.model, [window])
     module = list(found)[len(found) // 2]
@@ -94,7 +94,7 @@ def johnson_lindenstrauss_study(
             "theorem_2_query_dependence": ("delta", second.query_dependence.mean(1).numpy()),
         },
         coords={"matrix": list(matrices), "vector": kinds, "k": lengths, "eps": list(eps), "delta": list(delta)},
-        attrs=_attributes(
+        attrs=attributes(
             "jl",
             model=model,
             corpus=corpus,
@@ -106,75 +106,6 @@ def johnson_lindenstrauss_study(
             theorem_2_k=jl_dimension(n, 0.5),
             theorem_2_missed_by_zero=float(second.missed_by_zero.mean()),
             theorem_2_exact_query_dependence=float(second.exact_query_dependence.mean()),
-        ),
-    )
-
-
-def clusters_study(*, flow: str, n: int, d: int, end: float, frames: int, seed: int) -> xr.Dataset:
-    """Follow tokens to their limit and judge it by every theorem.
-
-    Args:
-        flow: A name of :data:`FLOWS`.
-        n: Tokens.
-        d: Their width; 1 for ``boolean``, 2 or more for ``polytope_times_space``.
-        end: The last time.
-        frames: How many times are kept, from 0 to ``end``.
-        seed: Of the initial tokens and of V where it is drawn.
-
-    Returns:
-        ``tokens (time, token, axis)``, ``P (time, token, other)``, ``sigma (time, index)``, ``rank (time,)`` and
-        ``rank_strict (time,)``; attributes hold the verdicts.
-
-    Raises:
-        RankscopeError: No such flow, or sizes that it can't have.
-    """
-    if flow not in FLOWS:
-        raise RankscopeError(f"`flow` must be one of {', '.join(FLOWS)}, got {flow!r}")
-    if (flow == "boolean") != (d == 1):
-        raise RankscopeError(f"`d` must be 1 for the flow 'boolean' and more for the others, got {d} for {flow!r}")
-    if d < 1:
-        raise RankscopeError(f"`d` must be 1 or more, got {d}")
-    if n < 2 or frames < 2:
-        raise RankscopeError(f"`n` and `frames` must be 2 or more, got {n} and {frames}")
-    if not 0 < end < float("inf"):
-        raise RankscopeError(f"`end` must be a time above 0, got {end}")
-    generator = torch.Generator().manual_seed(seed)
-    value = {"collapse": -np.eye(d), "polytope_times_space": np.diag([*[1.0] * (d - 1), -0.5])}.get(flow, np.eye(d))
-    if flow == "hyperplanes":
-        value = torch.rand(d, d, generator=generator, dtype=torch.float64).numpy()
-        value /= np.abs(np.linalg.eigvals(value)).max()
-    dynamics = clusters.Dynamics.single(np.eye(d), np.eye(d), value)
-    x0 = clusters.uniform_tokens(n, d, generator=generator)
-    times = [end * i / (frames - 1) for i in range(frames)]
-    rtol, atol = (clusters.RTOL, clusters.ATOL) if n <= 200 else (1e-8, 1e-10)
-    run = clusters.integrate(dynamics, x0, times=times, rescaled=flow != "collapse", rtol=rtol, atol=atol)
-    verdicts = cluster_limits.classify(run)
-    sigma = run.sigma()
-    ranks = [clusters.numerical_rank(row, cluster_limits.RANK_TOLERANCE) for row in sigma]
-    strict = [clusters.numerical_rank(row, n * np.finfo(float).eps) for row in sigma]
-    return xr.Dataset(
-        {
-            "tokens": (("time", "token", "axis"), run.tokens),
-            "P": (("time", "token", "other"), np.stack([run.P(i).astype(np.float32) for i in range(frames)])),
-            "sigma": (("time", "index"), sigma),
-            "rank": ("time", ranks),
-            "rank_strict": ("time", strict),
-        },
-        coords={"time": times, "index": np.arange(1, n + 1)},
-        attrs=_attributes(
-            "clusters",
-            flow=flow,
-            n=n,
-            d=d,
-            seed=seed,
-            solver=run.solver,
-            evaluations=run.evaluations,
-            form="z = exp(-tV) x" if run.rescaled else "x",
-            rank_tolerance=cluster_limits.RANK_TOLERANCE,
-            tolerance=cluster_limits.TOLERANCE,
-            V=json.dumps(value.tolist()),
-            verdicts=json.dumps({verdict.theorem: str(verdict) for verdict in verdicts}, ensure_ascii=False),
-            leaders=json.dumps(clusters.leaders(run.P(-1)).tolist()),
         ),
     )
 
@@ -209,7 +140,7 @@ def collapse_study(model: str, corpus: str, *, n: int, windows: int, seed: int) 
             "energy_rank_90": (ranks, torch.stack([run.energy_rank_90 for run in runs.values()]).numpy()),
         },
         coords={"variant": list(runs), "depth": np.arange(depth + 1), "layer": np.arange(depth)},
-        attrs=_attributes("collapse", model=model, corpus=corpus, n=n, windows=windows, seed=seed),
+        attrs=attributes("collapse", model=model, corpus=corpus, n=n, windows=windows, seed=seed),
     )
 
 
@@ -235,7 +166,7 @@ def projections_study(
             f"`train_windows` must be 1 or more and `test_windows` 2 or more, got {train_windows} and {test_windows}"
         )
     loaded, windows = _windows(model, corpus, n, train_windows + test_windows, seed)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     found = projections.collect(loaded.model, windows)
     compared = []
     for heads in found.values():
@@ -253,7 +184,7 @@ def projections_study(
             "chance": ("k", compared[0].chance.numpy()),
         },
         coords={"projection": methods, "layer": np.arange(len(found)), "module": ("layer", list(found)), "k": list(k)},
-        attrs=_attributes(
+        attrs=attributes(
             "projections",
             model=model,
             corpus=corpus,
@@ -266,7 +197,24 @@ def projections_study(
     )
 
 
+def seeded(seed: int) -> torch.Generator:
+    """Return a generator on the CPU.
+
+    Raises:
+        RankscopeError: ``seed`` is no seed.
+    """
+    if not 0 <= seed < SEEDS:
+        raise RankscopeError(f"`seed` must lie between 0 and 2**63 - 1, got {seed}")
+    return torch.Generator().manual_seed(seed)
+
+
+def attributes(study: str, **settings: object) -> dict[str, object]:
+    """Return a study's attributes: its name, its settings, what it was made with."""
+    return {"study": study, **settings, "environment": json.dumps(environment())}
+
+
 def _windows(model: str, corpus: str, n: int, count: int, seed: int) -> tuple[Pretrained, list[Window]]:
+    seeded(seed)
     if count < 1:
         raise RankscopeError(f"`windows` must be 1 or more, got {count}")
     loaded = load(model)
@@ -277,7 +225,3 @@ def _windows(model: str, corpus: str, n: int, count: int, seed: int) -> tuple[Pr
     if len(windows) < count:
         raise RankscopeError(f"`corpus` gives {len(windows)} windows of n={n}, {count} are wanted: ask for fewer")
     return loaded, windows
-
-
-def _attributes(study: str, **settings: object) -> dict[str, object]:
-    return {"study": study, **settings, "environment": json.dumps(environment())}
