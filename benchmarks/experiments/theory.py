@@ -1,6 +1,6 @@
 """What the theorems give: every figure and picture of ``docs/theorems.md``.
 
-    python benchmarks/experiments/theory.py [--only jl,clusters,draws,collapse,projections,speed]
+    python benchmarks/experiments/theory.py [--only jl,clusters,draws,collapse,projections,fit,speed]
 
 Writes ``benchmarks/results/theory_*.json`` and ``docs/images/theory_*``. Everything is on the processor, float32 for
 models and float64 for flows, seed 0, model ``minilm``, text ``pydoc``. Times are processor seconds and wall seconds;
@@ -22,11 +22,14 @@ from rankscope.theory import studies
 from rankscope.theory.cluster_limits import RANK_TOLERANCE, TOLERANCE, doubly_exponential_rate, judge
 from rankscope.theory.cluster_study import clusters_study, named_setting
 from rankscope.theory.clusters import Dynamics, integrate, numerical_rank, uniform_tokens
+from rankscope.theory.fitted_heads import alternate
 from rankscope.theory.jl_counts import count_theorem_1, vectors
 from rankscope.theory.johnson_lindenstrauss import failure_bound, jl_dimension, theorem_2_dimension
+from rankscope.theory.projections import collect, segment_means
 
 ROOT = Path(__file__).parents[2]
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
+MODEL, CORPUS = "minilm", "pydoc"
 LENGTHS = (512, 1024, 4096, 8192, 65536)
 EPS = (0.1, 0.25, 0.5, 2 / 3)
 
@@ -46,7 +49,7 @@ def main() -> None:
 
 def jl() -> dict:
     ds = studies.johnson_lindenstrauss_study(
-        "minilm", "pydoc", n=512, k=(64, 128, 256, 512, 1024, 2048), eps=(0.1, 0.25, 0.5, 0.75), draws=1000, vectors=1,
+        MODEL, CORPUS, n=512, k=(64, 128, 256, 512, 1024, 2048), eps=(0.1, 0.25, 0.5, 0.75), draws=1000, vectors=1,
         seed=0,
     )  # fmt: skip
     draw(ds)
@@ -128,7 +131,7 @@ def draws() -> dict:
 
 
 def collapse() -> dict:
-    ds = studies.collapse_study("minilm", "pydoc", n=128, windows=8, seed=0)
+    ds = studies.collapse_study(MODEL, CORPUS, n=128, windows=8, seed=0)
     draw(ds)
     return {
         "n": 128,
@@ -145,9 +148,7 @@ def collapse() -> dict:
 
 
 def projections() -> dict:
-    ds = studies.projections_study(
-        "minilm", "pydoc", n=256, k=(16, 32, 64, 128), train_windows=24, test_windows=3, seed=0
-    )
+    ds = studies.projections_study(MODEL, CORPUS, n=256, k=(16, 32, 64, 128), train_windows=24, test_windows=3, seed=0)
     draw(ds)
     return {
         "n": 256,
@@ -163,6 +164,22 @@ def projections() -> dict:
         "overlap": {"mean": ds.overlap.mean(("layer", "head")).values.tolist(), "chance": ds.chance.values.tolist()},
         "overlap_by_layer": ds.overlap.mean("head").values.tolist(),
     }
+
+
+def fit() -> dict:
+    """What a fit without regard for other windows comes to, F exactly and E by Adam in turn."""
+    n, train_windows = 256, 24
+    loaded, windows = studies.packed(MODEL, CORPUS, n, train_windows + 3, seed=0)
+    found = collect(loaded.model, windows)
+    module = list(found)[len(found) // 2]
+    heads = found[module]
+    train, test = heads.at(slice(train_windows)), heads.at(slice(train_windows, None))
+    runs = {}
+    for k in (16, 64):
+        E = segment_means(n, k).repeat(heads.query.shape[1], 1, 1)
+        fitted = alternate(train, test, E, E, rounds=7)
+        runs[str(k)] = {"fitted_on": fitted.losses, "others": fitted.others, "slope_of_F": fitted.slopes}
+    return {"n": n, "module": module, "train_windows": train_windows, "test_windows": 3, "mean_squared_error": runs}
 
 
 def speed() -> dict:
@@ -198,6 +215,7 @@ EXPERIMENTS = {
     "draws": draws,
     "collapse": collapse,
     "projections": projections,
+    "fit": fit,
     "speed": speed,
 }
 

@@ -4,7 +4,9 @@ from transformers import BertConfig
 
 from rankscope._errors import RankscopeError
 from rankscope.pretrained import fresh
-from rankscope.theory.projections import METHODS, Heads, collect, compare, segment_means
+from rankscope.theory.fitted_heads import alternate, best_values, fit_values, loss
+from rankscope.theory.heads import Heads
+from rankscope.theory.projections import METHODS, collect, compare, segment_means
 from rankscope.windows import Window
 
 
@@ -129,3 +131,49 @@ def test_a_fit_that_only_learns_by_heart_falls_back_to_mean_pooling():
     train, test = (Heads(*torch.randn(3, windows, 2, 24, 4, generator=source), 0.5) for windows in (8, 6))
     error = compare(train, test, k=[12], generator=generator(), methods=["learned", "mean_pooling"]).error
     assert (error["learned"] < 1.05 * error["mean_pooling"]).all()
+
+
+def test_exact_values_are_those_of_the_normal_equations():
+    train, E = heads(5, seed=8), torch.randn(2, 4, 24, generator=generator(9))
+    exact, ridge = train.outputs(), 0.3
+    F, slope = best_values(train, exact, E, start=E, centre=E, ridge=ridge, steps=2000, tolerance=1e-6)
+    assert (slope < 1e-6).all()
+    shares = train.shares(E).double()
+    for h in range(2):
+        rows, targets = [], []
+        for w in range(5):
+            # vec(S F V) = (S ⊗ Vᵀ) vec(F), rows first; each window counts by 1/‖PV‖².
+            scale = exact[w, h].norm().double() * 5**0.5
+            rows.append(torch.kron(shares[w, h], train.value[w, h].double().mT.contiguous()) / scale)
+            targets.append(exact[w, h].double().flatten() / scale)
+        A, y = torch.cat(rows), torch.cat(targets)
+        rho = ridge * A.square().sum() / A.shape[1]
+        identity = rho * torch.eye(A.shape[1], dtype=torch.float64)
+        closed = torch.linalg.solve(A.mT @ A + identity, A.mT @ y + rho * E[h].double().flatten())
+        torch.testing.assert_close(F[h].double().flatten(), closed, rtol=1e-3, atol=1e-4)
+
+
+def test_fitted_values_do_no_worse_than_those_given_on_the_windows_held_out():
+    train, E = heads(8, seed=1), segment_means(24, 4).repeat(2, 1, 1)
+    F = fit_values(train, E, E)
+    others = train.at(slice(6, None))
+    exact = others.outputs()
+    assert (loss(others, exact, E, F) <= loss(others, exact, E, E)).all()
+    assert (loss(others, exact, E, F) < 0.95 * loss(others, exact, E, E)).all()
+
+
+def test_alternating_fit_lowers_the_loss_every_round_and_says_what_others_pay():
+    train, others, E = heads(3, seed=1), heads(3, seed=2), segment_means(24, 4).repeat(2, 1, 1)
+    fit = alternate(train, others, E, E, rounds=5)
+    assert len(fit.losses) == len(fit.others) == 6
+    assert all(after < before for before, after in zip(fit.losses, fit.losses[1:], strict=False))
+    assert fit.losses[-1] < 0.5 * fit.losses[0]
+    assert max(fit.slopes) < 1e-2
+
+
+def test_learned_starts_from_the_convolution_where_k_divides_n_and_from_means_elsewhere():
+    train, test = heads(8, seed=1), heads(3, seed=2)
+    error = compare(train, test, k=[4, 5], generator=generator(), methods=["convolution", "learned", "mean_pooling"])
+    assert (error.error["learned"][0] < 1.05 * error.error["convolution"][0]).all()
+    assert error.error["convolution"][1].isnan().all()
+    assert (error.error["learned"][1] < error.error["mean_pooling"][1]).all()

@@ -13,6 +13,7 @@ some windows and judged on others.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -21,37 +22,12 @@ from torch import Tensor, nn
 from rankscope._errors import RankscopeError
 from rankscope._registry import Registry
 from rankscope.attention.interface import AttentionCall, capture
+from rankscope.theory.fitted_heads import fit_by_adam, fit_values
+from rankscope.theory.heads import Heads, linformer_output, relative_error
 from rankscope.windows import Window
 
-_STEPS = 200
-_RATE = 0.003
-_EVERY = 20
-
-
-@dataclass(frozen=True)
-class Heads:
-    """One layer's heads on some windows.
-
-    Args:
-        query: ``(windows, h, n, head_dim)``.
-        key: ``(windows, h, n, head_dim)``.
-        value: ``(windows, h, n, value width)``.
-        scaling: Factor of the logits.
-    """
-
-    query: Float[Tensor, "windows h n head_dim"]
-    key: Float[Tensor, "windows h n head_dim"]
-    value: Float[Tensor, "windows h n width"]
-    scaling: float
-
-    @property
-    def n(self) -> int:
-        """Number of tokens."""
-        return self.query.shape[2]
-
-    def P(self, window: int) -> Float[Tensor, "h n n"]:
-        """Return the context mapping matrices of one window."""
-        return (self.scaling * self.query[window] @ self.key[window].mT).softmax(-1)
+# Adam's rates: a kernel has few numbers and far to go, k·n free numbers learn their windows by heart when driven.
+_OF_KERNEL, _FROM_MEANS, _FROM_CONVOLUTION = 0.1, 0.003, 0.001
 
 
 @dataclass(frozen=True)
@@ -73,6 +49,20 @@ class Task:
     generator: torch.Generator
     right: Float[Tensor, "windows h n n"]
     fixed: Float[Tensor, "h n n"]
+
+    @cached_property
+    def convolution(self) -> Float[Tensor, "2 h k n"] | None:
+        """E and F as fitted kernels of width and stride n/k, ``None`` where k does not divide n."""
+        n, heads = self.train.n, self.train.query.shape[1]
+        if n % self.k:
+            return None
+        width = n // self.k
+
+        def projections(kernel: Tensor) -> Tensor:
+            each = torch.eye(self.k)[:, :, None] * kernel[..., None, None, :] / width
+            return each.flatten(-2)
+
+        return fit_by_adam(self.train, torch.ones(2, heads, width), projections, rate=_OF_KERNEL)
 
 
 @dataclass(frozen=True)
@@ -202,17 +192,8 @@ def _judge(task: Task, output: Callable[[int, Tensor], Tensor]) -> Tensor:
     for window in range(task.test.query.shape[0]):
         P = task.test.P(window)
         exact = P @ task.test.value[window]
-        errors.append(_relative(output(window, P), exact))
+        errors.append(relative_error(output(window, P), exact))
     return torch.stack(errors).mean(0)
-
-
-def _relative(output: Tensor, exact: Tensor) -> Tensor:
-    return (output - exact).norm(dim=(-2, -1)) / exact.norm(dim=(-2, -1))
-
-
-def _head(heads: Heads, window: int, E: Tensor, F: Tensor) -> Tensor:
-    logits = heads.scaling * heads.query[window] @ (E @ heads.key[window]).mT
-    return logits.softmax(-1) @ (F @ heads.value[window])
 
 
 def _theorem_1(task: Task) -> Tensor:
@@ -224,64 +205,36 @@ def _theorem_1(task: Task) -> Tensor:
 def _gaussian(task: Task) -> Tensor:
     shape = (2, task.test.query.shape[1], task.k, task.test.n)
     E, F = torch.randn(shape, generator=task.generator) / task.k**0.5
-    return _judge(task, lambda window, P: _head(task.test, window, E, F))
+    return _judge(task, lambda window, P: linformer_output(task.test, window, E, F))
 
 
 def _mean(task: Task) -> Tensor:
     E = segment_means(task.test.n, task.k)
-    return _judge(task, lambda window, P: _head(task.test, window, E, E))
+    return _judge(task, lambda window, P: linformer_output(task.test, window, E, E))
+
+
+def _calibrated(task: Task) -> Tensor:
+    E = segment_means(task.test.n, task.k).expand(task.test.query.shape[1], -1, -1)
+    F = fit_values(task.train, E, E)
+    return _judge(task, lambda window, P: linformer_output(task.test, window, E, F))
 
 
 def _learned(task: Task) -> Tensor:
-    start = segment_means(task.test.n, task.k) * (task.test.n / task.k)
-    E, F = _fitted(task, start.repeat(2, task.test.query.shape[1], 1, 1), lambda free: free * (task.k / task.test.n))
-    return _judge(task, lambda window, P: _head(task.test, window, E, F))
+    n, k, found = task.test.n, task.k, task.convolution
+    rate = _FROM_CONVOLUTION
+    if found is None:
+        found, rate = segment_means(n, k).repeat(2, task.test.query.shape[1], 1, 1), _FROM_MEANS
+    # Numbers of size one are free, so that one rate serves every k.
+    E, F = fit_by_adam(task.train, found * (n / k), lambda free: free * (k / n), rate=rate)
+    F = fit_values(task.train, E, F)
+    return _judge(task, lambda window, P: linformer_output(task.test, window, E, F))
 
 
 def _convolution(task: Task) -> Tensor:
-    n, heads = task.test.n, task.test.query.shape[1]
-    if n % task.k:
-        return torch.full((heads,), torch.nan)
-    width = n // task.k
-
-    def projections(kernel: Tensor) -> Tensor:
-        each = torch.eye(task.k)[:, :, None] * kernel[..., None, None, :] / width
-        return each.flatten(-2)
-
-    E, F = _fitted(task, torch.ones(2, heads, width), projections)
-    return _judge(task, lambda window, P: _head(task.test, window, E, F))
-
-
-def _fitted(task: Task, start: Tensor, projections: Callable[[Tensor], Tensor]) -> Tensor:
-    """Fit E and F by Adam from mean pooling, a window a step, to the mean squared relative error.
-
-    The last quarter of the windows is not fitted on: each head keeps the projections that did best there, so a fit
-    that only learns its windows by heart falls back to an earlier one, at worst to mean pooling.
-    """
-    free = start.clone().requires_grad_()
-    optimizer = torch.optim.Adam([free], lr=_RATE)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, _STEPS)
-    train = task.train
-    windows = train.query.shape[0]
-    fitted = max(1, windows - windows // 4)
-    exact = [train.P(window) @ train.value[window] for window in range(windows)]
-    kept = projections(start)
-    best = torch.full((train.query.shape[1],), torch.inf)
-    for step in range(_STEPS + 1):
-        E, F = projections(free)
-        if step % _EVERY == 0:
-            with torch.no_grad():
-                held = range(fitted, windows) if fitted < windows else range(windows)
-                found = torch.stack([_relative(_head(train, i, E, F), exact[i]) for i in held]).mean(0)
-            better = found < best
-            best = torch.where(better, found, best)
-            kept = torch.where(better[:, None, None], torch.stack([E, F]).detach(), kept)
-        loss = _relative(_head(train, step % fitted, E, F), exact[step % fitted]).square().sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    return kept
+    if task.convolution is None:
+        return torch.full((task.test.query.shape[1],), torch.nan)
+    E, F = task.convolution
+    return _judge(task, lambda window, P: linformer_output(task.test, window, E, F))
 
 
 def _fixed_subspace(task: Task) -> Tensor:
@@ -291,8 +244,7 @@ def _fixed_subspace(task: Task) -> Tensor:
 
 def _fixed_output_subspace(task: Task) -> Tensor:
     """Keep the part of PV in the k dimensions that hold most of it over the windows fitted on: in closed form."""
-    outputs = [task.train.P(i) @ task.train.value[i] for i in range(task.train.query.shape[0])]
-    U = _right_vectors([output.mT for output in outputs])[..., : task.k]
+    U = _right_vectors([output.mT for output in task.train.outputs()])[..., : task.k]
     return _judge(task, lambda window, P: U @ (U.mT @ (P @ task.test.value[window])))
 
 
@@ -321,6 +273,7 @@ METHODS: Registry[Callable[[Task], Tensor]] = Registry(
         "gaussian_theorem_1": _theorem_1,
         "gaussian": _gaussian,
         "mean_pooling": _mean,
+        "calibrated": _calibrated,
         "convolution": _convolution,
         "learned": _learned,
         "fixed_subspace_of_P": _fixed_subspace,

@@ -44,7 +44,7 @@ def johnson_lindenstrauss_study(
     for e in eps:
         exponent(e)
     generator = seeded(seed)
-    loaded, (window,) = _windows(model, corpus, n, 1, seed)
+    loaded, (window,) = packed(model, corpus, n, 1, seed)
     found = projections.collect(loaded.model, [window])
     module = list(found)[len(found) // 2]
     heads = found[module]
@@ -124,7 +124,7 @@ def collapse_study(model: str, corpus: str, *, n: int, windows: int, seed: int) 
         ``residual (variant, depth, window)``, ``effective_rank`` and ``energy_rank_90`` of P
         ``(variant, layer, window, head)``. Variants ``layer i again`` run one layer as often as the model has layers.
     """
-    loaded, found = _windows(model, corpus, n, windows, seed)
+    loaded, found = packed(model, corpus, n, windows, seed)
     ids = torch.tensor([window.input_ids for window in found])
     runs = {name: rank_collapse.along_depth(loaded.model, ids, parts) for name, parts in rank_collapse.VARIANTS.items()}
     depth = len(runs["whole"].effective_rank)
@@ -165,16 +165,16 @@ def projections_study(
         raise RankscopeError(
             f"`train_windows` must be 1 or more and `test_windows` 2 or more, got {train_windows} and {test_windows}"
         )
-    loaded, windows = _windows(model, corpus, n, train_windows + test_windows, seed)
+    loaded, windows = packed(model, corpus, n, train_windows + test_windows, seed)
     generator = seeded(seed)
     found = projections.collect(loaded.model, windows)
     compared = []
     for heads in found.values():
-        parts = [
-            projections.Heads(heads.query[at], heads.key[at], heads.value[at], heads.scaling)
-            for at in (slice(train_windows), slice(train_windows, None))
-        ]
-        compared.append(projections.compare(*parts, k=k, generator=generator))
+        compared.append(
+            projections.compare(
+                heads.at(slice(train_windows)), heads.at(slice(train_windows, None)), k=k, generator=generator
+            )
+        )
     methods = list(projections.METHODS)
     error = torch.stack([torch.stack([layer.error[name] for layer in compared]) for name in methods])
     return xr.Dataset(
@@ -213,7 +213,12 @@ def attributes(study: str, **settings: object) -> dict[str, object]:
     return {"study": study, **settings, "environment": json.dumps(environment())}
 
 
-def _windows(model: str, corpus: str, n: int, count: int, seed: int) -> tuple[Pretrained, list[Window]]:
+def packed(model: str, corpus: str, n: int, count: int, seed: int) -> tuple[Pretrained, list[Window]]:
+    """Load a model, and windows for it.
+
+    Raises:
+        RankscopeError: Sizes that the model can't have or the corpus can't give.
+    """
     seeded(seed)
     if count < 1:
         raise RankscopeError(f"`windows` must be 1 or more, got {count}")
