@@ -95,3 +95,57 @@ def test_a_file_in_the_place_of_the_folder_is_one_clear_line(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(RankscopeError, match="taken"):
         run("clusters", "--out", tmp_path / "taken", "--n", 4, "--frames", 2, "--end", 1)
+
+
+def test_weights_from_a_file_give_their_verdicts_on_the_command_line(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    one = torch.ones(1, 1)
+    save_file(
+        {"Q": one, "K": one.clone(), "V": one.clone(), "tokens": torch.tensor([[0.5], [0.5], [-1.0]])},
+        tmp_path / "tied.safetensors",
+    )
+    result = run("clusters", "--out", tmp_path / "tied", "--weights", tmp_path / "tied.safetensors", "--frames", 2)
+    assert result.exit_code == 0
+    assert "boolean: hypotheses not met: tokens 0 and 1 start at the same place" in result.output
+    check(tmp_path / "tied", "clusters")
+    with pytest.raises(RankscopeError, match="leave `flow` and `d` out"):
+        run("clusters", "--out", tmp_path, "--weights", tmp_path / "tied.safetensors", "--flow", "boolean")
+
+
+def test_every_projection_and_layer_is_drawn_however_many():
+    import numpy as np
+    import xarray as xr
+
+    from rankscope.report.theory_figures import projections_pictures
+
+    names, layers, k = [f"p{i}" for i in range(12)], np.arange(14), [2, 4]
+    ds = xr.Dataset(
+        {
+            "error": (("projection", "layer", "k", "head"), np.ones((12, 14, 2, 1))),
+            "overlap": (("layer", "k", "head"), np.ones((14, 2, 1))),
+            "chance": ("k", [0.1, 0.2]),
+        },
+        coords={"projection": names, "layer": layers, "k": k},
+        attrs={"model": "m", "n": 20},
+    )
+    drawn = projections_pictures(ds)
+    assert all(len(ax.lines) == 12 for ax in drawn["theory_projections"].axes)
+    assert len(drawn["theory_projections_overlap"].axes[0].lines) == 15
+
+
+def test_a_column_of_ones_shows_among_more_tokens_than_pixels():
+    import numpy as np
+    import xarray as xr
+
+    from rankscope.report.theory_canvas import canvas
+    from rankscope.report.theory_figures import _heat
+
+    P = np.zeros((1000, 1000), dtype=np.float32)
+    P[:, 501] = 1
+    ds = xr.Dataset({"tokens": (("time", "token", "axis"), np.arange(1000.0).reshape(1, 1000, 1))})
+    image = _heat(canvas(1, 1)[1][0, 0], ds, P, 0.0)
+    shown = image.get_array()
+    assert shown.shape == (250, 250)
+    assert shown.max(axis=0).nonzero()[0].tolist() == [125]

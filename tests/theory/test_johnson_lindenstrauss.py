@@ -63,3 +63,9 @@ def test_other_sizes_outside_their_range_are_refused():
         failure_bound(512, 0, 0.5)
     with pytest.raises(RankscopeError, match="`d` must be 2 or more"):
         theorem_2_dimension(512, 1, 0.5)
+
+
+@pytest.mark.parametrize("eps", [1e-200, 1e-7, 1 - 1e-13])
+def test_eps_so_near_an_end_that_the_formula_leaves_all_lengths_is_refused(eps):
+    with pytest.raises(RankscopeError, match="`eps` must leave"):
+        jl_dimension(512, eps)

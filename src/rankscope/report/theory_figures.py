@@ -4,16 +4,19 @@ from collections.abc import Callable
 from io import BytesIO
 from typing import Any
 
+import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
 from rankscope._errors import MissingExtraError
 from rankscope._registry import Registry
-from rankscope.report.theory_canvas import INKS, canvas
+from rankscope.report.theory_canvas import INKS, canvas, line_styles
 from rankscope.report.theory_ways import draw_ways
 from rankscope.theory.cluster_study import map_at
 
 Pictures = dict[str, Any]
+# A heat map is about so many pixels wide.
+_PIXELS = 256
 
 
 def pictures(ds: xr.Dataset) -> Pictures:
@@ -134,9 +137,9 @@ def clusters_pictures(ds: xr.Dataset) -> Pictures:
 def collapse_pictures(ds: xr.Dataset) -> Pictures:
     """Residual of the tokens and effective rank of P by depth."""
     figure, axes = canvas(1, 2, width=5.2, height=4.2)
-    for ink, variant in zip(INKS, ds.variant.values, strict=False):
+    for style, variant in zip(line_styles(), ds.variant.values, strict=False):
         part = ds.sel(variant=variant)
-        line = {"color": ink, "marker": "o", "markersize": 3, "label": variant}
+        line = {**style, "marker": "o", "markersize": 3, "label": variant}
         axes[0, 0].plot(ds.depth, part.residual.mean("window"), **line)
         axes[0, 1].plot(ds.layer, part["effective_rank"].mean(("window", "head")), **line)
     axes[0, 0].set_yscale("log")
@@ -158,10 +161,10 @@ def projections_pictures(ds: xr.Dataset) -> Pictures:
     for ax in list(axes.flat)[layers:]:
         ax.remove()
     for ax, layer in zip(axes.flat, ds.layer.values, strict=False):
-        for ink, name in zip(INKS, ds.projection.values, strict=False):
+        for style, name in zip(line_styles(), ds.projection.values, strict=False):
             y = ds.error.sel(projection=name, layer=layer).mean("head")
             # A log axis has no zero: the floor is drawn down to the axis' end.
-            ax.plot(ds.k, y.clip(min=1e-3), color=ink, marker="o", markersize=3, label=str(name).replace("_", " "))
+            ax.plot(ds.k, y.clip(min=1e-3), **style, marker="o", markersize=3, label=str(name).replace("_", " "))
         ax.set_title(f"layer {layer}", fontsize=10)
         ax.set_xscale("log")
         ax.set_yscale("log")
@@ -177,8 +180,8 @@ def projections_pictures(ds: xr.Dataset) -> Pictures:
 
     second, axes = canvas(1, 1, width=5.4, height=4.0)
     ax = axes[0, 0]
-    for ink, layer in zip(INKS, ds.layer.values, strict=False):
-        line = {"color": ink, "marker": "o", "markersize": 3, "label": f"layer {layer}"}
+    for style, layer in zip(line_styles(), ds.layer.values, strict=False):
+        line = {**style, "marker": "o", "markersize": 3, "label": f"layer {layer}"}
         ax.plot(ds.k, ds.overlap.sel(layer=layer).mean("head"), **line)
     ax.plot(ds.k, ds.chance, color="black", linestyle=":", label="chance, k/n")
     ax.set_xlabel("projected length k")
@@ -192,9 +195,14 @@ def projections_pictures(ds: xr.Dataset) -> Pictures:
 def _heat(ax: Any, ds: xr.Dataset, P: NDArray[Any], t: float) -> Any:
     # Tokens in the order of their first coordinate, so that clusters are blocks.
     order = ds.tokens.values[0, :, 0].argsort()
-    image = ax.imshow(P[order][:, order], vmin=0, vmax=1, cmap="magma", interpolation="nearest")
+    # More tokens than pixels: a pixel is the largest of its block, else a column of ones would go unseen.
+    block = -(-len(P) // _PIXELS)
+    starts = np.arange(0, len(P), block)
+    P = np.maximum.reduceat(np.maximum.reduceat(P[order][:, order], starts, axis=0), starts, axis=1)
+    extent = (-0.5, order.size - 0.5, order.size - 0.5, -0.5)
+    image = ax.imshow(P, extent=extent, vmin=0, vmax=1, cmap="magma", interpolation="nearest")
     ax.set_title(f"t = {t:.3g}", fontsize=10)
-    ax.set_xlabel("token attended to")
+    ax.set_xlabel("token attended to" if block == 1 else f"token attended to (largest of {block} × {block})")
     ax.set_ylabel("token")
     return image
 

@@ -17,6 +17,8 @@ from rankscope._errors import RankscopeError
 
 #: Where ε² − ε³ is largest, so that the printed dimension is smallest.
 BEST_EPS = 2 / 3
+# Below this the dimension is beyond 10¹².
+_LEAST = 1e-12
 
 
 class Theorem2(NamedTuple):
@@ -146,6 +148,8 @@ def exponent(eps: float) -> float:
         raise RankscopeError(
             f"`eps` must be between 0 and 1, got {eps}: the formula is smallest at 2/3, and no larger error is useful"
         )
+    if eps**2 - eps**3 < _LEAST:
+        raise RankscopeError(f"`eps` must leave ε² − ε³ at {_LEAST:g} or more, got {eps}: nothing is that long")
     return eps**2 - eps**3
 
 
