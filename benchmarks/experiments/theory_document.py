@@ -19,10 +19,10 @@ def document() -> str:
     """Return the page."""
     results = {
         name: json.loads((ROOT / "benchmarks" / "results" / f"theory_{name}.json").read_text())
-        for name in ("jl", "draws", "clusters", "collapse", "projections", "speed")
+        for name in ("jl", "draws", "clusters", "collapse", "projections", "fit", "speed")
     }
     parts = [first(results["jl"]), flow(results["draws"], results["clusters"]), collapse(results["collapse"])]
-    parts += [projections(results["projections"]), again(results["speed"])]
+    parts += [projections(results["projections"], results["fit"]), again(results["speed"])]
     return "# What the theorems give you\n\n" + "\n\n".join(parts) + "\n"
 
 
@@ -173,6 +173,11 @@ largest token still has the norm {clusters["runs"]["collapse"]["largest_token"]:
 ![Tokens, d = 1](images/theory_clusters_boolean_tokens.png)
 ![Tokens, d = 2: vertices of a polytope](images/theory_clusters_polytope_tokens.png)
 ![Tokens, d = 3: two of at most three planes](images/theory_clusters_hyperplanes_tokens.png)
+![Tokens, d = 3: a polygon times a line](images/theory_clusters_polytope_times_space_tokens.png)
+
+The limit sets are those of the last tokens: the theorems say that there is one, not which. Rescaled tokens of one
+cluster come nearer than float64 and the solver can tell, so `end` may be at most 16 over V's growth rate; a file with
+Q, K, V (`--weights`) gets each theorem's verdict, `hypotheses not met: …` where one fails.
 
 The theorems are about constant Q, K, V without layer normalisation, feed-forward parts or more than one head. The
 higher-dimensional version of Theorem 2.1 is not proved."""
@@ -184,28 +189,39 @@ def collapse(result: Result) -> str:
             name,
             f"{run['residual'][0]:.2f}",
             f"{run['residual'][-1]:.2g}",
-            f"{run['effective_rank'][0]:.1f}",
-            f"{run['effective_rank'][-1]:.1f}",
+            *(f"{rank:.1f}" for rank in run["effective_rank"]),
         ]
         for name, run in result["variants"].items()
+    ]
+    whole = result["variants"]["whole"]
+    layers = [f"layer {i}" for i in range(len(whole["effective_rank"]))]
+    ranks = [
+        ["effective rank (entropy of σ)", *(f"{rank:.1f}" for rank in whole["effective_rank"])],
+        ["rank at 90 % of σ²", *(f"{rank:.1f}" for rank in whole["energy_rank_90"])],
+        ["residual of X after it", *(f"{residual:.2f}" for residual in whole["residual"][1:])],
     ]
     return f"""## Rank collapse is about tokens, not about P
 
 Dong and others ([arXiv 2103.03404](https://arxiv.org/abs/2103.03404)) prove that attention without skips and
 feed-forward parts brings the *tokens X* near one common row. In MiniLM on {result["windows"]} windows of
-{result["n"]} tokens, before the first layer and after the last (float32, so about 1e−7 is rounding):
+{result["n"]} tokens, before the first layer and after the last (float32, so about 1e−7 is rounding),
+and the effective rank of each P:
 
-{table(["what runs", "residual of X, first", "last", "effective rank of P, first layer", "last layer"], rows)}
+{table(["what runs", "residual of X, first", "last", *(f"P, {layer}" for layer in layers)], rows)}
 
 ![Residual and rank by depth](images/theory_collapse.png)
 
 With skips alone the tokens stay apart and P is nearly of rank one: the two are different things. *Does P's rank fall
-with depth as the flow suggests?* In the whole model, and in one layer run again and again with its skips and
-normalisation, it does fall in this model. That is an observation on one trained model, not a proof: its layers differ,
-and training chose them."""
+with depth as the flow suggests?* The measured spectra of the whole model, mean over windows and heads:
+
+{table(["P of the whole model", *layers], ranks)}
+
+From first to last it does fall, though not at every layer, and so it does in one layer run again and again with its
+skips and normalisation. That is an observation on one trained model, not a proof: its layers differ, and training
+chose them."""
 
 
-def projections(result: Result) -> str:
+def projections(result: Result, fit: Result) -> str:
     k = result["k"]
     rows = [
         [name.replace("_", " "), *("–" if v != v else f"{v:.3f}" for v in found["mean"])]
@@ -220,6 +236,14 @@ def projections(result: Result) -> str:
     output = result["error"]["fixed_subspace_of_PV"]["mean"]
     mean, convolution = (result["error"][name]["mean"] for name in ("mean_pooling", "convolution"))
     learned, settings = result["error"]["learned"]["mean"], result["settings"]
+    calibrated = result["error"]["calibrated"]["mean"]
+    turns = [
+        [f"k = {length}", which, *(f"{square**0.5:.3f}" for square in run[key])]
+        for length, run in fit["mean_squared_error"].items()
+        for which, key in (("fitted on", "fitted_on"), ("others", "others"))
+    ]
+    rounds = ["mean pooling", *(f"round {i + 1}" for i in range(len(turns[0]) - 3))]
+    slope = max(max(run["slope_of_F"]) for run in fit["mean_squared_error"].values())
     at = -1
     return f"""## At equal k: what a head's output loses
 
@@ -228,10 +252,13 @@ what is fitted is fitted on {settings["train_windows"]} windows and judged on {s
 
 {table(["projection", *(f"k = {length}" for length in k)], rows)}
 
-`gaussian theorem 1` is P RᵀR V; `gaussian`, `mean pooling`, `convolution` and `learned` are Linformer heads
-softmax(Q(EK)ᵀ)FV; `fixed subspace of P` is P UUᵀV with the one U that is best for P over the windows fitted on;
-`fixed subspace of PV` is UUᵀPV with the one U that is best for the outputs themselves, in closed form; `svd of P` gives
-each window its own U; `best of PV` is the floor, zero from k = head width on.
+`gaussian theorem 1` is P RᵀR V; `gaussian`, `mean pooling`, `calibrated`, `convolution` and `learned` are Linformer
+heads softmax(Q(EK)ᵀ)FV. `calibrated` keeps E at mean pooling and solves for F (ridge regression, a quadratic form);
+`convolution` fits one kernel each for E and F by Adam; `learned` frees all k·n numbers of both from there, then solves
+for F. Ridges and iterates are chosen on a quarter of the windows held out. `fixed subspace of P` is P UUᵀV with the
+one U that is best for P over the windows fitted on; `fixed subspace of PV` is UUᵀPV with the one U that is best for
+the outputs themselves, in closed form; `svd of P` gives each window its own U; `best of PV` is the floor, zero from
+k = head width on.
 
 ![Error at equal k](images/theory_projections.png)
 
@@ -245,11 +272,21 @@ two windows' leading right subspaces of P:
 At k = {k[0]} they share {overlap["mean"][0]:.3f} where chance gives {overlap["chance"][0]:.3f}, at k = {k[at]}
 {overlap["mean"][at]:.3f} against {overlap["chance"][at]:.3f}. At k = {k[at]} a window's own subspace leaves an error of
 {own[at]:.3f}, the best fixed one {fixed[at]:.3f} (fixed for the outputs: {output[at]:.3f}),
-mean pooling {mean[at]:.3f} and a learned Linformer head {learned[at]:.3f} (200 Adam steps from mean pooling, per head,
-in an otherwise unchanged model, the best iterate on windows held out). So what P's low rank offers lies mostly in each
-input's own subspace, and a fixed E is far from it on this model as it was trained. (With so few windows
-the learned heads' k·n numbers learn by heart: the convolution's n/k numbers give {convolution[at]:.3f}.)
-Training the whole model around E and F is another matter, not measured."""
+mean pooling {mean[at]:.3f}, calibrated {calibrated[at]:.3f}, a convolution {convolution[at]:.3f} and a learned
+Linformer head {learned[at]:.3f}, in an otherwise unchanged model. So what P's low rank offers lies mostly in each
+input's own subspace, and a fixed E is far from it on this model as it was trained. Training the whole model around E
+and F is another matter, not measured.
+
+**Does a better optimiser close the gap?** The F of `calibrated` and `learned` is the optimum of its ridge regression,
+but in E the problem is not convex: no optimum is proved, and another start or rate may end elsewhere. What more fitting
+brings was measured on `{fit["module"]}`: on all {fit["train_windows"]} windows, without regard for others, F solved to
+a gradient of at most {slope:.1g} of that at F = 0, then 50 Adam steps of E, in turn. Root of the mean squared relative error:
+
+{table(["", "windows", *rounds], turns)}
+
+On the windows it is fitted to the error keeps falling and has not come to its end; on the others it stays near where
+it began, or above. So the figures above are of fits that mind other windows, not of the least error a fixed E and F can
+have on given ones; fits to more windows were not tried."""
 
 
 def again(result: Result) -> str:
@@ -259,6 +296,7 @@ def again(result: Result) -> str:
 ```
 rankscope theory jl --out runs/jl
 rankscope theory clusters --flow polytope --out runs/polytope
+rankscope theory clusters --weights head.safetensors --out runs/own   # keys Q, K, V and perhaps tokens
 rankscope theory collapse --out runs/collapse
 rankscope theory projections --out runs/projections
 python benchmarks/experiments/theory.py && python benchmarks/experiments/theory_document.py
