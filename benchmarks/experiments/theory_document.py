@@ -280,7 +280,8 @@ and F is another matter, not measured.
 **Does a better optimiser close the gap?** The F of `calibrated` and `learned` is the optimum of its ridge regression,
 but in E the problem is not convex: no optimum is proved, and another start or rate may end elsewhere. What more fitting
 brings was measured on `{fit["module"]}`: on all {fit["train_windows"]} windows, without regard for others, F solved to
-a gradient of at most {slope:.1g} of that at F = 0, then 50 Adam steps of E, in turn. Root of the mean squared relative error:
+a gradient of at most {slope:.1g} of that at F = 0, then 50 Adam steps of E, in turn. Root of the mean
+squared relative error:
 
 {table(["", "windows", *rounds], turns)}
 

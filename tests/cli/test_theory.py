@@ -51,7 +51,7 @@ def test_collapse_and_projections_and_jl_run_on_the_built_in_model(tmp_path):
         "--n",
         16,
         "--k",
-        "4,8",
+        "4",
         "--train-windows",
         2,
         "--test-windows",
