@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rankscope.attention.drop_in import replace_attention as replace_attention
     from rankscope.attention.interface import restore as restore
     from rankscope.models import LinformerConfig as LinformerConfig
     from rankscope.models import LinformerForCausalLM as LinformerForCausalLM
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "measure": "rankscope.spectrum.measure",
     "load": "rankscope.spectrum.dataset",
+    "replace_attention": "rankscope.attention.drop_in",
     "restore": "rankscope.attention.interface",
     "linformerize": "rankscope.models.in_place",
     "save_projections": "rankscope.models.in_place",
