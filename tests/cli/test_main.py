@@ -74,6 +74,31 @@ def test_measure_then_report(capsys, model_folder, text, tmp_path):
     assert list(out.glob("*.png"))
 
 
+def test_doctor_reads_a_linformers_maps(capsys, tmp_path):
+    import torch
+
+    from rankscope import LinformerConfig, LinformerForMaskedLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LinformerForMaskedLM(
+            LinformerConfig(
+                vocab_size=45,
+                hidden_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=16,
+                max_position_embeddings=24,
+                projected_length=6,
+            )
+        )
+    model.save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    code, printed, _ = call(capsys, "doctor", str(tmp_path))
+    assert code == 0
+    assert printed.count("24 × 6") == 2
+
+
 def test_doctor_tells_how_each_attention_is_reached_and_checks_itself(capsys, model_folder):
     code, printed, err = call(capsys, "doctor", model_folder)
     assert code == 0, err

@@ -223,12 +223,19 @@ def test_a_checkpoint_of_other_projections_is_refused_by_name(changes, named, tm
         LinformerForMaskedLM.from_pretrained(tmp_path, config=config(**changes))
 
 
-@pytest.mark.parametrize("changes", [{"projected_length": 5}, {"projection_sharing": "none"}])
-def test_a_file_that_is_not_its_configs_is_refused_in_one_line(changes, tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"projected_length": 5}, r"layers\.0\.E\.weight' is \(6, 24\) in the file and \(5, 24\)"),
+        ({"projection_sharing": "none"}, r"layers\.0\.E\.weight' is \(6, 24\) in the file and \(4, 6, 24\)"),
+        ({"projection_sharing": "layerwise"}, "lacks 1 projections its config.json asks for, as .*shared"),
+    ],
+)
+def test_a_file_that_is_not_its_configs_is_refused_in_one_line(changes, named, tmp_path):
     fresh().save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | changes))
-    with pytest.raises(RankscopeError, match="checkpoint") as caught:
+    with pytest.raises(RankscopeError, match=named) as caught:
         LinformerForMaskedLM.from_pretrained(tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -304,6 +311,14 @@ def test_compiles_into_one_graph_and_checkpoints_gradients(k):
         model(ids, keep, labels=ids).loss.backward()
         grads.append(model.linformer.embeddings.word_embeddings.weight.grad.clone())
     torch.testing.assert_close(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("sharing", ["none", "headwise", "key_value", "layerwise"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_every_parameter_gets_a_gradient(kind, sharing):
+    model, ids = fresh(projection=kind, projection_sharing=sharing).train(), tokens()
+    model(ids, labels=ids).loss.backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -57,8 +57,12 @@ def print_model(console: Console, name: str, dtype: str, device: str) -> bool:
     """Print a model's attentions, how each is reached, and the self-check; return whether it passed."""
     from rankscope.attention.interface import find_route, inspect_model, self_check
     from rankscope.pretrained import load, max_positions
+    from rankscope.spectrum.compressed import is_compressed
 
     pretrained = load(name, dtype=dtype, device=device)
+    if is_compressed(pretrained.model):
+        print_linformer(console, pretrained)
+        return True
     table = Table(title=f"Attentions of {pretrained.name} ({type(pretrained.model).__name__})")
     for column in ("module", "class", "kind", "reached", "reason"):
         table.add_column(column, overflow="fold")
@@ -81,6 +85,28 @@ def print_model(console: Console, name: str, dtype: str, device: str) -> bool:
         result.add_row(key.replace("_", " "), plain(value))
     console.print(result)
     return bool(check["passed"])
+
+
+def print_linformer(console: Console, pretrained: Any) -> None:
+    """Print a Linformer's layers and their maps, n × k, on one text; a map whose rows do not sum to 1 is an error."""
+    import torch
+
+    from rankscope.pretrained import max_positions
+    from rankscope.spectrum.compressed import run_compressed
+
+    table = Table(title=f"Attentions of {pretrained.name} ({type(pretrained.model).__name__})")
+    for column in ("module", "heads", "map", "row sums off by"):
+        table.add_column(column, overflow="fold")
+
+    def show(path: str, P: torch.Tensor) -> None:
+        off = float((P.double().sum(-1) - 1).abs().max())
+        table.add_row(path, str(P.shape[1]), " × ".join(map(str, P.shape[-2:])), f"{off:.1g}")
+
+    length = min(96, max_positions(pretrained.model) or 96)
+    encoded = pretrained.tokenizer(SAMPLE, truncation=True, max_length=length, return_tensors="pt")
+    run_compressed(pretrained.model, {"input_ids": encoded["input_ids"].to(pretrained.model.device)}, show)
+    console.print(table)
+    console.print(f"positions: {max_positions(pretrained.model) or 'no limit'}; ranks are relative to k")
 
 
 def plain(value: object) -> str:

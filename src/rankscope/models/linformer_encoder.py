@@ -311,31 +311,35 @@ class LinformerPreTrainedModel(PreTrainedModel):
                     "out to take the checkpoint's; `rankscope convert` makes one for another length"
                 )
         wants_report = kwargs.pop("output_loading_info", False)
+        takes_others = kwargs.pop("ignore_mismatched_sizes", False)
         try:
+            # Transformers' own error names no tensor, so the sizes are compared here.
             loaded: Any = super().from_pretrained(
-                pretrained_model_name_or_path, *args, config=config, output_loading_info=True, **kwargs
+                pretrained_model_name_or_path,
+                *args,
+                config=config,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **kwargs,
             )
-            model, report = loaded
-        except (SafetensorError, RuntimeError) as error:
-            if isinstance(error, SafetensorError) or "size mismatch" in str(error) or "mismatch" in str(error):
-                raise RankscopeError(
-                    f"the checkpoint {where!r} can't be loaded: {_one_line(error)}. Its file is broken or is not "
-                    "that of its config.json: fetch or convert it again"
-                ) from None
-            raise
-        odd = [name for kind in ("missing_keys", "mismatched_keys") for name in report.get(kind, ())]
-        odd = [name for name in map(str, odd) if ".projections." in name or name.startswith("projections.")]
-        if odd:
+        except SafetensorError as error:
             raise RankscopeError(
-                f"the checkpoint {where!r} lacks {len(odd)} projections its config.json asks for, as {odd[0]!r}: it "
-                "was saved with another n, k, sharing or kind"
+                f"the checkpoint {where!r} can't be loaded: {error}. Its file is broken: fetch or convert it again"
+            ) from None
+        model, report = loaded
+        if report["mismatched_keys"] and not takes_others:
+            name, found, wanted = min(report["mismatched_keys"])
+            raise RankscopeError(
+                f"the checkpoint {where!r} does not fit its config.json: {name!r} is {tuple(found)} in the file and "
+                f"{tuple(wanted)} by n, k, sharing or kind of the configuration"
+            )
+        lacking = sorted(name for name in report["missing_keys"] if "projections." in name)
+        if lacking:
+            raise RankscopeError(
+                f"the checkpoint {where!r} lacks {len(lacking)} projections its config.json asks for, as "
+                f"{lacking[0]!r}: it was saved with another sharing or kind"
             )
         return (model, report) if wants_report else model
-
-
-def _one_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in lines if "mismatch" in line), lines[0] if lines else type(error).__name__)[:300]
 
 
 class LinformerModel(LinformerPreTrainedModel):

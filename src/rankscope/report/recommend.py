@@ -95,7 +95,10 @@ def recommend(
     spectra = spectrum_lines(ds, needed, keep, n)
     decoders = [kind for kind in reading.kinds(ds) if "decoder" in kind and "cross" not in kind]
     if decoders:
-        first = f"Keep exact attention at n = {n:,}: these layers are a decoder's, and Linformer has no causal form."
+        first = (
+            f"Keep exact attention at n = {n:,}: these layers are a decoder's, and a projection over the whole text "
+            "has no causal form. A decoder trained anew may take the chunked one, LinformerForCausalLM."
+        )
         return Advice(EXACT, {}, needed, (first, *spectra))
     if largest >= n:
         first = f"Keep exact attention at n = {n:,}: a layer's spectrum leaves no k below n."
