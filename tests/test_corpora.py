@@ -240,3 +240,18 @@ def test_a_hub_that_breaks_off_is_one_clear_line(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", broken)
     with pytest.raises(RankscopeError, match=r"failed: Couldn't reach it\. Give a file"):
         open_corpus("imdb")
+
+
+@pytest.mark.parametrize(
+    ("content", "cure"),
+    [
+        ("some text".encode("utf-16"), "it is UTF-16"),
+        (b"PK\x03\x04\x00\x00\xff\xfe\x00", "looks like binary data"),
+        ("caf\xe9".encode("latin1"), "iconv -f latin1"),
+    ],
+)
+def test_text_of_another_encoding_is_told_apart_from_data(content, cure, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    with pytest.raises(RankscopeError, match=cure):
+        list(open_corpus(path))

@@ -1,5 +1,6 @@
 """Text to measure on: a built-in name, a file, a folder or strings, read lazily and in a fixed order."""
 
+import codecs
 import csv
 import json
 import re
@@ -182,13 +183,22 @@ def _opened(path: Path, newline: str | None = None) -> Iterator[IO[str]]:
         with path.open(encoding="utf-8-sig", newline=newline) as stream:
             yield stream
     except UnicodeDecodeError:
-        raise RankscopeError(
-            f"{str(path)!r} is not UTF-8 text ({_first_bad_byte(path)}): convert it, as with `iconv -f latin1 -t utf-8`"
-        ) from None
+        raise RankscopeError(f"{str(path)!r} is not UTF-8 text ({_first_bad_byte(path)}): {_cure(path)}") from None
     except OSError as error:
         raise RankscopeError(
             f"{str(path)!r} cannot be read ({error.strerror or error}): check the file and its permissions"
         ) from None
+
+
+def _cure(path: Path) -> str:
+    """What to do about bytes that are not UTF-8, by what they look like."""
+    with path.open("rb") as stream:
+        head = stream.read(4096)
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "it is UTF-16, convert it with `iconv -f utf-16 -t utf-8`"
+    if b"\0" in head:
+        return "it looks like binary data, give a text file"
+    return "convert it, as with `iconv -f latin1 -t utf-8`"
 
 
 def _first_bad_byte(path: Path) -> str:

@@ -257,3 +257,21 @@ def test_bad_input_is_one_clear_line(options, message):
     with pytest.raises(RankscopeError, match=message) as caught:
         run(**options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [({"width": 0.0}, r"`width` must lie in \(0, 1\], got 0"), ({"tolerance": 0.0}, "`tolerance` must be at least")],
+)
+def test_arguments_are_refused_before_a_model_is_looked_for(given, match, tmp_path):
+    with pytest.raises(RankscopeError, match=match):
+        rankscope.measure("no such model", "pydoc", out=tmp_path / "run", **given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_refusal_leaves_no_folder_behind(tmp_path):
+    with pytest.raises(RankscopeError, match="a window needs"):
+        run(out=tmp_path / "short", texts=["w1 w2"])
+    with pytest.raises(RankscopeError, match="layers"):
+        run(out=tmp_path / "layers", layers=[99])
+    assert list(tmp_path.iterdir()) == []

@@ -106,11 +106,13 @@ def measure(
     with console.status("loading model and text"):
         from rankscope.spectrum.measure import measure as run
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("windows", total=windows, rate="")
+        # Unseen until there is progress, so that a refusal stands alone.
+        task = bar.add_task("windows", total=windows, rate="", visible=False)
 
         def progress(done: int, wanted: int) -> None:
             speed = bar.tasks[task].speed
-            bar.update(task, completed=done, total=wanted, rate=f"{speed:.2f}/s" if speed else "")
+            rate = f"{speed:.2f}/s" if speed else ""
+            bar.update(task, completed=done, total=wanted, rate=rate, visible=True)
 
         dataset = run(
             model,
@@ -196,6 +198,9 @@ def print_result(dataset: "xr.Dataset", out: Path) -> None:
     console.print(table)
     check = json.loads(dataset.attrs["self_check"])
     left_out = json.loads(dataset.attrs["left_out"])
-    console.print(f"windows measured: {dataset.sizes['window']}, left out: {len(left_out)}")
+    measured = f"windows measured: {dataset.sizes['window']}, left out: {len(left_out)}"
+    if dataset.sizes["baseline"] > 1:
+        measured += f"; the nulls' means are over the first {int(dataset['window_count'][1:].max())}"
+    console.print(measured)
     console.print("self-check: " + ("passed" if check["passed"] else f"[red]FAILED[/red] {check.get('reasons')}"))
     console.print(f"result: {out / 'spectrum.nc'}   picture and page: rankscope report {out}")

@@ -13,7 +13,7 @@ from torch import nn
 
 from rankscope._errors import RankscopeError, did_you_mean
 from rankscope.corpora import open_corpus
-from rankscope.linalg.decompose import METHODS
+from rankscope.linalg.decompose import METHODS, choose
 from rankscope.pretrained import load, max_positions
 from rankscope.spectrum.compressed import CompressedRunner, compressed_index, is_compressed
 from rankscope.spectrum.dataset import FILE_NAME, TRAINED, build, save
@@ -119,7 +119,11 @@ def measure(
     check_choices(n=n, windows=windows, null_windows=null_windows, batch_size=batch_size, packing=packing)
     if half_width is not None and not 0 < half_width < 1:
         raise RankscopeError(f"`half_width` must lie between 0 and 1, got {half_width}")
-    if method not in ("auto", MATRIX_FREE):
+    if not 0 < width <= 1:
+        raise RankscopeError(f"`width` must lie in (0, 1], got {width}")
+    if method == "auto":
+        choose(n, n, tolerance)
+    elif method != MATRIX_FREE:
         METHODS[method]
     check_shard(shard, half_width)
     for name, chosen in (("layers", layers), ("heads", heads)):
@@ -167,17 +171,21 @@ def measure(
     make = packed_windows if packing == "packed" else sentence_windows
     stream = make(corpus, pretrained.tokenizer, n, limit=windows, seed=seed)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = RunFolder(Path(scratch if out is None else out))
         first = next(stream)
+        folder = RunFolder(Path(scratch if out is None else out))
         compressed = is_compressed(pretrained.model)
         most = compressed_index(pretrained.model) if compressed else n
         index = (long_index(n) if method == MATRIX_FREE else np.arange(1, most + 1)) if packing == "packed" else None
         plan = Plan(method, tolerance, width, seed, index, None if out is None else folder.parts_path)
         kind = CompressedRunner if compressed else Runner
         with kind(pretrained, chosen_nulls, null_windows, plan, layers, heads, workers, batch_size) as runner:
-            facts = runner.inspect(first)
-            # Not before the model has taken them: a refused setting must not bar the folder to its correction.
-            folder.claim(settings | runner.drawn)
+            try:
+                facts = runner.inspect(first)
+                # Not before the model has taken them: a refused setting must not bar the folder to its correction.
+                folder.claim(settings | runner.drawn)
+            except RankscopeError:
+                folder.give_back()
+                raise
             done = run_parts(folder, runner, chain_first(first, stream), windows, half_width, shard, progress)
         description = {
             "windows": done,

@@ -5,6 +5,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -71,6 +72,12 @@ class RunFolder:
         for leftover in [*path.glob("*.tmp-*"), *self.parts_path.glob("*.tmp-*")]:
             if abandoned(leftover):
                 leftover.unlink(missing_ok=True)
+
+    def give_back(self) -> None:
+        """Remove the folder again where nothing was put into it."""
+        for place in (self.parts_path, self.path):
+            with suppress(OSError):  # it holds something
+                place.rmdir()
 
     def claim(self, settings: dict[str, object]) -> None:
         """Write the run's settings, or check that the folder's run has the same ones.
