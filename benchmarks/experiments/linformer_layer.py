@@ -10,6 +10,8 @@ ratios; processor time is given beside wall time, since on a shared machine they
 
 - ``speed``: milliseconds for each (n, k, sharing), forward (no gradients) and forward + backward, and how many times
   longer each peer and exact attention take than ours.
+  Where E = F, `linformer` has no counterpart: it is given E and F of its own, which any model of this kind may have,
+  and beside it stands its ``share_kv``, a smaller model without a value map.
 - ``crossover``: forward times against exact fused attention at short n, and the n from which ours is faster
   (log-log interpolation).
 - ``peak_share``: multiplications and additions of the plan's matrix products over time, over the measured speed of
@@ -51,6 +53,8 @@ SPEED_CASES = [
 ]
 CROSSOVER_LENGTHS = (256, 320, 384, 448, 512, 640, 768)
 MEMORY_N = 16384
+# What `linformer` offers as sharing: no value map at all, the compressed keys serve as values.
+VALUES_ARE_KEYS = "linformer, values = keys"
 Run = Callable[[], Tensor]
 
 
@@ -77,7 +81,11 @@ def build(name: str, n: int, k: int, sharing: str) -> nn.Module:
     if name == "linformer":
         from linformer import LinformerSelfAttention as Peer
 
-        return Peer(D, n, k=k, heads=HEADS, share_kv=sharing == "key_value")
+        return Peer(D, n, k=k, heads=HEADS)
+    if name == VALUES_ARE_KEYS:
+        from linformer import LinformerSelfAttention as Peer
+
+        return Peer(D, n, k=k, heads=HEADS, share_kv=True)
     if name == "linformer-pytorch":
         from linformer_pytorch.linformer_pytorch import MHAttention
 
@@ -158,7 +166,9 @@ def speed(cases: list[tuple[int, int, str]], rounds: int) -> list[dict[str, obje
     rows: list[dict[str, object]] = []
     for n, k, sharing in cases:
         x = torch.randn(1, n, D)
-        layers = {name: build(name, n, k, sharing) for name in ("ours", "linformer", "linformer-pytorch", "exact")}
+        extra = (VALUES_ARE_KEYS,) if sharing == "key_value" else ()
+        names = ("ours", "linformer", "linformer-pytorch", *extra, "exact")
+        layers = {name: build(name, n, k, sharing) for name in names}
         ours = layers["ours"]
         assert isinstance(ours, LinformerSelfAttention)
         for mode, wrap in (("forward", forward), ("train", train)):
